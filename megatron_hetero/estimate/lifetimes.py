@@ -1,9 +1,9 @@
 """Activation memory of a pipeline stage, and its peak over the actions of a rank. Pure.
 
-A stage runs its parts in order and back in reverse, each after the saved tensors of later ones are freed. Fully
-recomputed layers save their input, and the rest during their own backward pass. With offloaded activations
-(`models.layers.offload`) two neighbouring layers are on the device at a time; tensors too small to copy, rotary tables
-and received inputs stay there.
+A stage runs its submodules (`measured`) forward in order and backward in reverse, each after the saved tensors of
+later ones are freed. Fully recomputed layers save their input, and the rest during their own backward pass. With
+offloaded activations (`models.layers.offload`) two neighbouring layers are on the device at a time; tensors too small
+to copy, rotary tables and received inputs stay there.
 
 What each action allocates and frees, as `step.execution` executes it:
 
@@ -29,16 +29,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 
-from megatron_hetero.estimate.measured import (
-    FIRST,
-    FP32,
-    LAST,
-    Measured,
-    ModulePart,
-    PartBytes,
-    is_merged,
-    measure,
-)
+from megatron_hetero.estimate.allocations import FP32, SubmoduleBytes
+from megatron_hetero.estimate.measured import FIRST, LAST, Measured, Submodule, is_merged, measure
 from megatron_hetero.estimate.shards import SequenceShard, Work
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.pipeline import PipelineStage
@@ -51,11 +43,12 @@ from megatron_hetero.schedule.program import Role, Schedule
 class StageBytes:
     """Bytes of a stage for one micro-batch on one rank.
 
-    `saved`: from forward to backward on the device; `host`: on the host. `passing`, `again`: the most besides in a
-    forward and in a backward pass, for layers on their way to the host and back and for a recomputed layer. `forward`:
-    the most besides `saved` in a forward pass, workspace included; `backward`: besides `saved` and `again` in a
-    backward pass. `left`: hidden states sent on. `rows`: of one encoder output. `message`: hidden states of a transfer.
-    `in_parts`: whether it takes several calls; `saved` is then its input, and `again` the most that a call saves.
+    `saved`, `host`: what is saved from forward to backward on the device, and on the host. `passing`, `again`: the peak
+    above `saved` in a forward and in a backward pass, for layers on their way to the host and back and for a recomputed
+    layer. `forward`: the peak above `saved` in a forward pass, workspace included; `backward`: above `saved` and
+    `again` in a backward pass. `left`: hidden states sent to the next stage. `rows`: rows of one encoder output.
+    `message`: hidden states of a transfer. `several_calls`: whether the stage takes several calls for a micro-batch;
+    `saved` is then its input, and `again` the peak of what one call saves.
     """
 
     saved: int
@@ -67,37 +60,44 @@ class StageBytes:
     left: int = 0
     rows: int = 0
     message: int = 0
-    in_parts: bool = False
+    several_calls: bool = False
 
 
 def combined(
-    layers: Sequence[Sequence[PartBytes]],
-    before: Sequence[PartBytes] = (),
-    after: Sequence[PartBytes] = (),
+    layers: Sequence[Sequence[SubmoduleBytes]],
+    before: Sequence[SubmoduleBytes] = (),
+    after: Sequence[SubmoduleBytes] = (),
     offload: OffloadSizes | None = None,
 ) -> StageBytes:
-    """Combine the parts of a stage: of each layer, and `before` and `after` all layers, which are never offloaded.
+    """Combine the submodules of a stage: those of each layer, and those `before` and `after` all layers, which are
+    never offloaded.
 
     `offload`: block sizes of copies to the host, if activations are offloaded.
     """
     starts = [*accumulate(map(len, layers), initial=len(before))]
     moved = offloaded_layers(len(layers)) if offload else 0
-    parts = [*before, *chain(*layers), *after]
-    saved = [0, *accumulate(part.saved for part in parts)]
-    stays = [0, *accumulate([*(part.saved for part in before), *(part.stays for part in parts[len(before) :])])]
-    kept = stays[starts[moved]] + saved[-1] - saved[starts[moved]]
-    # How many parts are on the host when each one runs.
+    submodules = [*before, *chain(*layers), *after]
+    # Bytes of the first n submodules: of all that is saved, and of what stays on the device when they are offloaded.
+    saved = [0, *accumulate(each.saved for each in submodules)]
+    stays = [each.saved if number < len(before) else each.stays for number, each in enumerate(submodules)]
+    stays = [0, *accumulate(stays)]
+    on_device = stays[starts[moved]] + saved[-1] - saved[starts[moved]]
+    # The number of submodules that are on the host when each one runs: those of all layers but the previous one.
     away = [0] * len(before)
-    away += [starts[min(moved, max(0, layer - 1))] for layer, of_layer in enumerate(layers) for _ in of_layer]
+    for layer, layer_submodules in enumerate(layers):
+        away += [starts[min(moved, max(0, layer - 1))]] * len(layer_submodules)
     away += [starts[moved]] * len(after)
-    levels = [stays[gone] + saved[number + 1] - saved[gone] - kept for number, gone in enumerate(away)]
-    each = list(zip(levels, parts, strict=True))
-    again = max([0, *(level + part.again for level, part in each)])
-    forward = max([0, *(level + part.forward for level, part in each)])
-    backward = max([again, *(level + part.again + part.backward for level, part in each)])
-    on_host = [sum(part.saved - part.stays for part in of_layer) for of_layer in layers[:moved]]
-    host = sum(map(offload.on_host, on_host)) if offload else 0
-    return StageBytes(kept, max([0, *levels]), again, host, forward, backward - again)
+    levels = [stays[gone] + saved[number + 1] - saved[gone] - on_device for number, gone in enumerate(away)]
+    again = forward = backward = 0
+    for level, each in zip(levels, submodules, strict=True):
+        again = max(again, level + each.again)
+        forward = max(forward, level + each.forward)
+        backward = max(backward, level + each.again + each.backward)
+    backward = max(backward, again) - again
+    host = 0
+    if offload:
+        host = sum(offload.on_host(sum(each.saved - each.stays for each in layer)) for layer in layers[:moved])
+    return StageBytes(on_device, max([0, *levels]), again, host, forward, backward)
 
 
 @lru_cache(maxsize=4096)
@@ -106,14 +106,15 @@ def stage_bytes(measured: Measured, stage: PipelineStage, work: Work, *, offload
     are offloaded.
     """
     if len(work) != 1:
-        return _in_parts(measured, stage, work, offload=offload)
+        return _several_calls(measured, stage, work, offload=offload)
     [shard] = work
     module, shape, itemsize = measured.module, measured.shape, measured.module.dtype.itemsize
     message, trains = itemsize * shard.local * shape.hidden, module.passes_gradients
-    whole = stage.first + module.recompute.whole_layers(len(stage.layers)) * trains
-    layers = [_layer(measured, number, shard, whole=number < whole) for number in stage.layers]
-    for one, following in pairwise(layers):
-        if len(one) > 1 and trains:  # A merger's input is the input of the next layer, saved once.
+    recomputed = stage.first + (module.recompute.whole_layers(len(stage.layers)) if trains else 0)
+    layers = [_layer(measured, number, shard, recomputed=number < recomputed) for number in stage.layers]
+    for layer, following in pairwise(layers):
+        has_merger = len(layer) > 1
+        if has_merger and trains:  # A merger's input is the input of the next layer, saved once.
             following[0] = replace(following[0], saved=following[0].saved - message)
     before = [measure(measured, FIRST, shard)] if stage.is_first else []
     after = [measure(measured, LAST, shard)] if stage.is_last else []
@@ -122,66 +123,73 @@ def stage_bytes(measured: Measured, stage: PipelineStage, work: Work, *, offload
         layers[-1][-1] = replace(last, forward=last.forward - message, backward=last.backward - message)
     if not stage.is_first and trains:
         layers[0][0] = replace(layers[0][0], stays=min(layers[0][0].saved, layers[0][0].stays + message))
-    found = combined(layers, before, after, OffloadSizes.of(measured.gpu) if offload else None)
-    # Also the rotary tables, which all layers share, and the input of a stage whose layers need not save it.
-    table = 2 * FP32 * shard.tokens * shape.rotary.width * trains
-    held = message * (not stage.is_first and not trains)
+    result = combined(layers, before, after, OffloadSizes.of(measured.gpu) if offload else None)
+    saved = result.saved
+    if trains:  # The rotary tables, which all layers share.
+        saved += 2 * FP32 * shard.tokens * shape.rotary.width
+    elif not stage.is_first:  # The input, which the layers need not save.
+        saved += message
     rows = 0 if measured.is_text else itemsize * shard.local // shape.unit * shape.out_hidden
     left = 0 if stage.is_last else message
-    return replace(found, saved=found.saved + table + held, left=left, rows=rows, message=message)
+    return replace(result, saved=saved, left=left, rows=rows, message=message)
 
 
-def _in_parts(measured: Measured, stage: PipelineStage, work: Work, *, offload: bool) -> StageBytes:
-    """Memory of a stage that takes several calls: its whole input, and on top of it one call after the other."""
-    each = [stage_bytes(measured, stage, (shard,), offload=offload) for shard in work]
+def _several_calls(measured: Measured, stage: PipelineStage, work: Work, *, offload: bool) -> StageBytes:
+    """Return the memory of a stage that takes several calls: its whole input, and above it one call after the other."""
+    calls = [stage_bytes(measured, stage, (shard,), offload=offload) for shard in work]
     if stage.is_first:
         size = measured.module.dtype.itemsize * measured.shape.patch_elements
-        given = [size * shard.local for shard in work]
-        # Frozen embeddings do not save them.
-        shared = [n * (measure(measured, FIRST, shard).saved >= n) for n, shard in zip(given, work, strict=True)]
+        inputs = [size * shard.local for shard in work]
+        # Trained embeddings save them, frozen ones do not.
+        shared = [n if measure(measured, FIRST, shard).saved >= n else 0 for n, shard in zip(inputs, work, strict=True)]
     else:
-        given = shared = [of.message for of in each]
-    own = [of.saved - n for of, n in zip(each, shared, strict=True)]
-    again = max(n + max(of.again, of.passing) for n, of in zip(own, each, strict=True))
-    most = max(n + max(of.forward, of.again + of.backward) for n, of in zip(own, each, strict=True))
-    left, rows, message = sum(of.left for of in each), sum(of.rows for of in each), sum(of.message for of in each)
+        inputs = shared = [call.message for call in calls]
+    # What a call saves above the inputs of all calls, and its peak in each pass of the backward action.
+    saved = [call.saved - n for call, n in zip(calls, shared, strict=True)]
+    again = max(n + max(call.again, call.passing) for n, call in zip(saved, calls, strict=True))
+    peak = max(n + max(call.forward, call.again + call.backward) for n, call in zip(saved, calls, strict=True))
+    left, rows, message = (sum(getattr(call, field) for call in calls) for field in ("left", "rows", "message"))
     outputs = stage.is_last + sum(is_merged(measured, layer) for layer in stage.layers)
     return StageBytes(
-        saved=sum(given),
+        saved=sum(inputs),
         passing=0,
         again=again,
-        host=max(of.host for of in each),
-        # Outputs of all calls are there twice when they are concatenated.
-        forward=max(left + outputs * rows, *(of.forward for of in each)),
+        host=max(call.host for call in calls),
+        # Outputs of all calls exist twice while they are concatenated.
+        forward=max(left + outputs * rows, *(call.forward for call in calls)),
         # Gradients of hidden states wait for those of all calls.
-        backward=max(0, most - again) + message * (not stage.is_first),
+        backward=max(0, peak - again) + (0 if stage.is_first else message),
         left=left,
         rows=rows,
         message=message,
-        in_parts=True,
+        several_calls=True,
     )
 
 
-def _layer(measured: Measured, number: int, shard: SequenceShard, *, whole: bool) -> list[PartBytes]:
-    """A layer, and the merger of its output, if any. `whole`: whether the layer is fully recomputed."""
-    layer = measure(measured, ModulePart("layer", number), shard)
+def _layer(measured: Measured, number: int, shard: SequenceShard, *, recomputed: bool) -> list[SubmoduleBytes]:
+    """Return the bytes of a layer, and of the merger of its output, if it has one. `recomputed`: whether the layer is
+    recomputed as a whole.
+    """
+    layer = measure(measured, Submodule("layer", number), shard)
     passed = layer.passed
-    if whole:
+    if recomputed:
         # The recomputed output lives until the backward pass has ended.
         work = max(layer.forward, layer.backward + passed)
         saved = passed + layer.memo
         layer = replace(layer, saved=saved, stays=layer.memo, again=layer.saved - saved, backward=work)
     if not is_merged(measured, number):
         return [layer]
-    merger = measure(measured, ModulePart("merger", number), shard)
+    merger = measure(measured, Submodule("merger", number), shard)
     return [layer, replace(merger, forward=merger.forward + passed, backward=merger.backward + passed)]
 
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes of one rank: `stages`, by module, stage and number of micro-batches in a call; `held`, `needed`, by edge
-    and micro-batch, of the rows that it encodes and that it receives. Idle stages and edges are missing. `outputs`:
-    number of encoder outputs per edge. `calls`: by module, the micro-batches of each call.
+    """Bytes of one rank.
+
+    `stages`: by module, stage and number of micro-batches in a call. `held`, `needed`: by edge and micro-batch, the
+    rows that the rank encodes and that it receives. Idle stages and edges are missing. `outputs`: the number of encoder
+    outputs that cross each edge. `calls`: by module, the micro-batches of each call.
     """
 
     stages: Mapping[tuple[str, int, int], StageBytes]
@@ -191,9 +199,9 @@ class RankBytes:
     calls: Mapping[str, Sequence[range]]
 
 
-def peak_activations(schedule: Schedule, role: Role, of_rank: RankBytes) -> tuple[int, int, int]:
-    """Peak bytes of activations on a rank of `role`, of workspace above it, and of activations on the host."""
-    ledger = _Ledger(schedule, of_rank)
+def peak_activations(schedule: Schedule, role: Role, sizes: RankBytes) -> tuple[int, int, int]:
+    """Return the peak bytes of activations on a rank of `role`, of workspace above it, and of activations on the host."""
+    ledger = _Ledger(schedule, sizes)
     for action in role.actions:
         ledger.execute(action)
     return ledger.peak, ledger.busiest - ledger.peak, ledger.host_peak
@@ -202,25 +210,25 @@ def peak_activations(schedule: Schedule, role: Role, of_rank: RankBytes) -> tupl
 class _Ledger:
     """Live allocations, by name."""
 
-    def __init__(self, schedule: Schedule, of_rank: RankBytes):
-        self.schedule, self.of_rank = schedule, of_rank
-        self.calls = {(name, m): call for name, calls in of_rank.calls.items() for call in calls for m in call}
+    def __init__(self, schedule: Schedule, sizes: RankBytes):
+        self.schedule, self.sizes = schedule, sizes
+        self.calls = {(name, m): call for name, calls in sizes.calls.items() for call in calls for m in call}
         self.live: dict[object, int] = {}
         self.total = self.peak = self.busiest = 0
         self.on_host = self.host_peak = 0
 
-    def _make(self, name: object, size: int) -> None:
+    def _allocate(self, name: object, size: int) -> None:
         self.live[name] = size
         self.total += size
         self.peak = max(self.peak, self.total)
         self.busiest = max(self.busiest, self.peak)
 
+    def _free(self, name: object) -> None:
+        self.total -= self.live.pop(name, 0)
+
     def _work(self, size: int) -> None:
         """Account for workspace, which is freed at once."""
         self.busiest = max(self.busiest, self.total + size)
-
-    def _end(self, name: object) -> None:
-        self.total -= self.live.pop(name, 0)
 
     def _move(self, size: int) -> None:
         """Account for bytes copied to the host, or freed there."""
@@ -229,89 +237,98 @@ class _Ledger:
 
     def execute(self, action: Action) -> None:
         """Account for one action."""
-        m, stages = action.micro_batch, self.of_rank.stages
+        m = action.micro_batch
         match action.op, action.kind:
             case "irecv", kind:
-                if stage := stages.get((action.module, action.own_stage, 1)):
-                    self._make(("arriving", kind, action.module, action.own_stage, m), stage.message)
+                if stage := self.sizes.stages.get((action.module, action.own_stage, 1)):
+                    self._allocate(("arriving", kind, action.module, action.own_stage, m), stage.message)
             case "run", kind:
                 call = self.calls[action.module, m]
-                stage = stages.get((action.module, action.own_stage, len(call)))
-                if stage is not None and m == call[-1 if kind == "B" else 0]:
-                    (self._backward if kind == "B" else self._forward)(action, stage, call)
+                stage = self.sizes.stages.get((action.module, action.own_stage, len(call)))
+                if stage is None:
+                    return
+                if kind == "B" and m == call[-1]:
+                    self._backward(action, stage, call)
+                elif kind != "B" and m == call[0]:
+                    self._forward(action, stage, call)
             case "start", "F":
-                if action.edge in self.of_rank.needed:
-                    self._make(("rows", action.edge, m), self.of_rank.needed[action.edge][m])
+                if action.edge in self.sizes.needed:
+                    self._allocate(("rows", action.edge, m), self.sizes.needed[action.edge][m])
             case "start", _:
-                self._end(("rows", action.edge, m))
-                if action.edge in self.of_rank.held:
-                    self._make(("returned", action.edge, m), self.of_rank.held[action.edge][m])
+                self._free(("rows", action.edge, m))
+                if action.edge in self.sizes.held:
+                    self._allocate(("returned", action.edge, m), self.sizes.held[action.edge][m])
             case "finish", "F":
                 self._finish(action)
             case "finish", _:
-                self._end(("leaving", action.edge, m))
+                self._free(("leaving", action.edge, m))
 
     def _finish(self, action: Action) -> None:
         edge, m, module = action.edge, action.micro_batch, self.schedule.module[action.module]
-        text = self.of_rank.stages.get((self.schedule.text.name, 0, 1))
-        enters_first = self.schedule.stages_of(edge)[1] == 0
-        if text is not None and enters_first and ("embedded", m) not in self.live:
-            self._make(("embedded", m), text.message)
+        text = self.sizes.stages.get((self.schedule.text.name, 0, 1))
+        source_stage, target_stage = self.schedule.stages_of(edge)
+        if text is not None and target_stage == 0 and ("embedded", m) not in self.live:
+            self._allocate(("embedded", m), text.message)
         call = self.calls[action.module, m]
-        encoder = self.of_rank.stages.get((action.module, self.schedule.stages_of(edge)[0], len(call)))
-        in_parts = encoder is not None and encoder.in_parts
-        if (not module.backward or module.recomputes or in_parts) and m == call[-1]:
+        encoder = self.sizes.stages.get((action.module, source_stage, len(call)))
+        runs_again = module.recomputes or (encoder is not None and encoder.several_calls)
+        if (not module.backward or runs_again) and m == call[-1]:
             # No backward pass needs the rows, which those of a call share.
-            self._end(("encoded", edge, call[0]))
+            self._free(("encoded", edge, call[0]))
 
     def _forward(self, action: Action, stage: StageBytes, call: range) -> None:
+        """Account for a forward pass. F of a module that recomputes saves nothing, and R sends nothing."""
         key, module = (action.module, action.own_stage, call[0]), self.schedule.module[action.module]
-        if action.module == self.schedule.text.name and action.stage == 0:
-            self._end(("embedded", action.micro_batch))
-        self._end(("arriving", action.kind, *key))
         saves = module.backward and (action.kind == "R" or not module.recomputes)
-        self._make(("saved", *key), stage.saved * saves)
-        self._make("passing", stage.passing * saves)
-        self._end("passing")
-        self._move(stage.host * (saves and not stage.in_parts))
-        sends = saves or action.kind == "F"
-        self._make(("left", *key), stage.left * sends)
-        for edge in self._leaving(action):
-            crosses = sends and not (stage.in_parts and action.kind == "R")
-            self._make(("encoded", edge, action.micro_batch), stage.rows * self.of_rank.outputs[edge] * crosses)
+        has_outputs = saves or action.kind == "F"
+        if action.module == self.schedule.text.name and action.stage == 0:
+            self._free(("embedded", action.micro_batch))
+        self._free(("arriving", action.kind, *key))
+        if saves:
+            self._allocate(("saved", *key), stage.saved)
+            self._allocate("passing", stage.passing)
+            self._free("passing")
+            if not stage.several_calls:
+                self._move(stage.host)
+        if has_outputs:
+            self._allocate(("left", *key), stage.left)
+            if not (stage.several_calls and action.kind == "R"):
+                for edge in self._leaving(action):
+                    self._allocate(("encoded", edge, action.micro_batch), stage.rows * self.sizes.outputs[edge])
         self._work(stage.forward)
         for edge in self._entering(action):
             if not (module.backward and self.schedule.module[edge.source].backward):
-                self._end(("rows", edge, action.micro_batch))
-        if not saves or stage.in_parts:
-            self._end(("left", *key))
+                self._free(("rows", edge, action.micro_batch))
+        if not saves or stage.several_calls:
+            self._free(("left", *key))
 
     def _backward(self, action: Action, stage: StageBytes, call: range) -> None:
         key = action.module, action.own_stage, call[0]
         if len(call) > 1:
-            self._work(sum(self.of_rank.held[edge][m] for edge in self._leaving(action) for m in call))
-        self._make(("again", *key), stage.again)
-        self._move(stage.host * stage.in_parts)
+            self._work(sum(self.sizes.held[edge][m] for edge in self._leaving(action) for m in call))
+        self._allocate(("again", *key), stage.again)
+        if stage.several_calls:
+            self._move(stage.host)
         self._work(stage.backward)
         for what in ("again", "saved", "left"):
-            self._end((what, *key))
+            self._free((what, *key))
         self._move(-stage.host)
-        self._end(("arriving", "B", *key))
+        self._free(("arriving", "B", *key))
         for edge in self._leaving(action):
-            self._end(("encoded", edge, call[0]))
+            self._free(("encoded", edge, call[0]))
             for m in call:
-                self._end(("returned", edge, m))
+                self._free(("returned", edge, m))
         for edge in self._entering(action):
             if self.schedule.module[edge.source].backward:
-                needed = self.of_rank.needed[edge][action.micro_batch]
-                self._make(("leaving", edge, action.micro_batch), needed)
+                needed = self.sizes.needed[edge][action.micro_batch]
+                self._allocate(("leaving", edge, action.micro_batch), needed)
 
     def _leaving(self, work: Action) -> list[Edge]:
-        """Edges along which rows of a stage leave this rank."""
+        """Return the edges along which rows of a stage leave this rank."""
         edges = self.schedule.leaving.get((work.module, work.own_stage), ())
-        return [edge for edge in edges if edge in self.of_rank.held]
+        return [edge for edge in edges if edge in self.sizes.held]
 
     def _entering(self, work: Action) -> list[Edge]:
-        """Edges along which rows enter a stage on this rank."""
+        """Return the edges along which rows enter a stage on this rank."""
         edges = self.schedule.entering.get((work.module, work.own_stage), ())
-        return [edge for edge in edges if edge in self.of_rank.needed]
+        return [edge for edge in edges if edge in self.sizes.needed]

@@ -1,13 +1,13 @@
 """Parameters of a rank: bytes of weights, gradients and optimizer states, and of what ZeRO 2 and 3 gather. Pure.
 
-  * Trained parameters and their gradients are in one buffer each; its padding is not counted.
+  * Trained parameters and their gradients are in one buffer each, whose padding is not counted.
   * AdamW: each of n ranks stores two moments of an n-th of the trained elements, and master weights where the weights
     are bfloat16. 8-bit moments have a scale per 256 elements.
-  * SGD: master weights of all trained parameters where the weights are bfloat16.
+  * SGD: each rank stores master weights of all trained parameters where the weights are bfloat16.
   * ZeRO 2 and 3 (FSDP2): each of n ranks stores about an n-th of the rows of each parameter, its gradient and states.
-    Units are those of `step.fully_sharded`: an embedding, each layer, and the rest of a stage. Gathered are the weights
-    of the running unit, of the prefetched one, and once more of one unit as they arrive; the rest of a stage, and an
-    embedding that is the head too, stay from forward to backward. With ZeRO 2, and with waves of several calls,
+    Units are those of `step.fully_sharded`: an embedding, each layer, and the rest of a stage. A rank gathers the
+    weights of the running unit, of the prefetched one, and once more of one unit as they arrive; the rest of a stage,
+    and an embedding that is also the head, stay from forward to backward. With ZeRO 2, and with waves of several calls,
     everything stays. The gradients of a unit exist whole, and once more in the dtype of their sum, as they are sent.
 
 Dtypes are those of the module's `precision`; with `offload.states` states are on the host.
@@ -19,25 +19,29 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import reduce
 from itertools import pairwise
+from operator import add
 
 from megatron_hetero.config.optimizers import FP32, OptimizerKind, PrecisionConfig
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorSlice
+from megatron_hetero.job.job import JobSpec
 from megatron_hetero.job.module import ModuleJob
-from megatron_hetero.layout.pipeline import LAYERS, PipelineStage
-from megatron_hetero.schedule.gathering import GatherSpan, rows_of_share, shares_weights
+from megatron_hetero.layout.names import TEXT
+from megatron_hetero.layout.pipeline import LAYERS, PipelineStage, stages_of_rank
+from megatron_hetero.schedule.gathering import GatherSpan, rows_of_share, shares_weights, span_of
 from megatron_hetero.step.number_formats import BLOCK, batch_elements
 
 _MASTER = {"float32": 4, "split": 2, "none": 0}
 _MOMENT = {"float32": 4, "bfloat16": 2, "8bit": 1}
 _GRADIENT = {"float32": 4, "bfloat16": 2}
 UNPACKED = 48
-"""Bytes per element during an update with 8-bit moments."""
+"""Bytes of an element that is unpacked for an update with 8-bit moments."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a rank, by its name in the whole module."""
+    """A parameter on a rank, by its name in the whole module."""
 
     name: str
     rows: int
@@ -48,18 +52,17 @@ class Parameter:
 def parameters_of(
     module: ModuleJob, holders: int, stages: Sequence[PipelineStage], view: str = MAIN
 ) -> tuple[Parameter, ...]:
-    """The parameters of a rank that holds `stages`, in model order. `holders`: ranks that the view splits a parameter
-    over.
+    """Return the parameters of a rank that holds `stages`, in model order. `holders`: the number of ranks over which
+    the view splits a parameter.
     """
-    stored, found = module.shape.architecture.tensors, []
+    architecture, parameters = module.shape.architecture, list[Parameter]()
     share = Share(0 if view == MAIN else holders - 1, holders)  # The last rank has the most experts.
     for stage in stages:
-        slices = module.shape.architecture.weight_map("", share, stage, view)
-        for name in slices:
-            elements = sum(_elements(tensor_slice, stored[tensor_slice.name]) for tensor_slice in slices[name])
-            rows = sum(map(_rows, slices[name]))
-            found.append(Parameter(name, rows, elements, slices[name][0].name not in module.frozen))
-    return tuple(found)
+        for name, slices in architecture.weight_map("", share, stage, view).items():
+            rows = sum(map(_rows, slices))
+            elements = sum(_elements(each, architecture.tensors[each.name]) for each in slices)
+            parameters.append(Parameter(name, rows, elements, slices[0].name not in module.frozen))
+    return tuple(parameters)
 
 
 def _elements(tensor_slice: TensorSlice, shape: tuple[int, ...]) -> int:
@@ -75,10 +78,10 @@ def _rows(tensor_slice: TensorSlice) -> int:
 
 @dataclass(frozen=True)
 class ParameterBytes:
-    """Memory of a rank's parameters: `parameters`, `trained` in elements, the rest in bytes.
+    """Memory of a rank's parameters: `parameters` and `trained` in elements, the rest in bytes.
 
-    `host`: states in host memory. `update`: further device memory during an update. `stays`, `running`: what ZeRO 2 and
-    3 gather, the most between runs of the module, and besides in a run.
+    `host`: states in host memory. `update`: further device memory during an update. `stays`, `running`: the peak of
+    what ZeRO 2 and 3 gather between runs of the module, and above that in a run.
     """
 
     parameters: int
@@ -92,7 +95,7 @@ class ParameterBytes:
     running: int = 0
 
     def __add__(self, other: ParameterBytes) -> ParameterBytes:
-        """The sum; updates do not overlap."""
+        """Add two memories on one rank; updates do not overlap."""
         added = ParameterBytes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
         return replace(added, update=max(self.update, other.update))
 
@@ -107,52 +110,63 @@ def parameter_bytes(
     on_host: bool = False,
     zero: int = 1,
 ) -> ParameterBytes:
-    """Memory of `parameters` on each of `ranks` data- and context-parallel ranks.
+    """Return the memory of `parameters` on each of `ranks` data- and context-parallel ranks.
 
     `itemsize`: bytes of a weight. `on_host`: whether states are in host memory. `zero`: the ZeRO stage.
     """
-    moving, every = [p for p in parameters if p.trains], sum(p.elements for p in parameters)
-    trained = sum(p.elements for p in moving)
-    weights, buffer, held = every, trained, trained
-    shares = shares_weights(zero, ranks, trained > 0)
-    if shares:
-        weights, buffer = (
-            sum(rows_of_share(p.rows, ranks) * (p.elements // p.rows) for p in of) for of in (parameters, moving)
-        )
-        held = buffer
-    elif optimizer.sharded:
-        held = -(-trained // ranks)
+    trained_parameters = [p for p in parameters if p.trains]
+    elements, trained = (sum(p.elements for p in each) for each in (parameters, trained_parameters))
+    sharded = shares_weights(zero, ranks, trained > 0)
+    if sharded:  # ZeRO 2 and 3: weights, gradients and states are of the local rows.
+        weights, gradients = (_sharded_elements(each, ranks) for each in (parameters, trained_parameters))
+        updated = gradients
+    else:
+        weights, gradients = elements, trained
+        updated = -(-trained // ranks) if optimizer.sharded else trained
     moments = len(optimizer.moments)
-    states = held * moments * _MOMENT[precision.moments] + held * _MASTER[precision.master] * (itemsize < 4)
-    states += -(-held // BLOCK) * 4 * moments * (precision.moments == "8bit")
+    states = updated * _state_itemsize(moments, itemsize, precision)
+    if precision.moments == "8bit":
+        states += -(-updated // BLOCK) * 4 * moments
     return ParameterBytes(
-        every,
-        trained,
-        weights * itemsize,
-        gradient_itemsize(itemsize, precision) * buffer,
-        0 if on_host else states,
-        states if on_host else 0,
-        _update_bytes(held, moments, itemsize, precision, on_host=on_host, apart=shares),
+        parameters=elements,
+        trained=trained,
+        weights=weights * itemsize,
+        gradients=gradients * _gradient_itemsize(itemsize, precision),
+        optimizer=0 if on_host else states,
+        host=states if on_host else 0,
+        update=_update_bytes(updated, moments, itemsize, precision, on_host=on_host, in_buffer=not sharded),
     )
 
 
-def _update_bytes(
-    elements: int, moments: int, itemsize: int, precision: PrecisionConfig, *, on_host: bool, apart: bool
-) -> int:
-    """Bytes of the batches gathered or unpacked on the device, two at once where states come from the host.
+def _sharded_elements(parameters: Sequence[Parameter], ranks: int) -> int:
+    """Return the elements on the first of `ranks` that share the rows of each parameter."""
+    return sum(rows_of_share(p.rows, ranks) * (p.elements // p.rows) for p in parameters)
 
-    `apart`: whether weights and gradients are in many tensors rather than in one buffer.
+
+def _state_itemsize(moments: int, itemsize: int, precision: PrecisionConfig) -> int:
+    """Return the bytes of moments and master weight of an element whose weight has `itemsize` bytes."""
+    master = _MASTER[precision.master] if itemsize < 4 else 0
+    return moments * _MOMENT[precision.moments] + master
+
+
+def _update_bytes(
+    elements: int, moments: int, itemsize: int, precision: PrecisionConfig, *, on_host: bool, in_buffer: bool
+) -> int:
+    """Return the bytes of the batches gathered or unpacked on the device, two at once where states come from the host.
+
+    `in_buffer`: whether weights and gradients are in one buffer each, and need not be gathered.
     """
     batch = min(elements, batch_elements(elements))
     if precision.moments == "8bit" and moments:
         return batch * UNPACKED * (2 if on_host else 1)
-    states = moments * _MOMENT[precision.moments] + _MASTER[precision.master] * (itemsize < 4)
-    gathered = itemsize + gradient_itemsize(itemsize, precision) if apart else 0
-    return batch * (2 * (states + gathered) if on_host else gathered)
+    gathered = 0 if in_buffer else itemsize + _gradient_itemsize(itemsize, precision)
+    if not on_host:
+        return batch * gathered
+    return batch * 2 * (_state_itemsize(moments, itemsize, precision) + gathered)
 
 
-def gradient_itemsize(itemsize: int, precision: PrecisionConfig) -> int:
-    """Bytes of an accumulated gradient element of a weight of `itemsize` bytes."""
+def _gradient_itemsize(itemsize: int, precision: PrecisionConfig) -> int:
+    """Return the bytes of an accumulated gradient element of a weight of `itemsize` bytes."""
     return 4 if itemsize == 4 else _GRADIENT[precision.gradients]
 
 
@@ -163,28 +177,77 @@ _EMBEDDING = "embedding"
 def gathered_bytes(
     parameters: Sequence[Parameter], itemsize: int, gradient: int, span: GatherSpan, *, is_head: bool
 ) -> tuple[int, int]:
-    """Bytes of gathered weights and of gradients in exchange: the most between runs of a module, and besides in a run.
-    `itemsize`: bytes of a weight; `gradient`: of its gradient, whole and as it is sent. `is_head`: whether the
-    embedding is also the head.
+    """Return the peak bytes of gathered weights and of gradients in exchange between runs of a module, and above that
+    in a run. `itemsize`: bytes of a weight; `gradient`: of its gradient, whole and as it is sent. `is_head`: whether
+    the embedding is also the head.
     """
-    whole, exchanged = defaultdict[str, int](int), defaultdict[str, int](int)
+    weights, gradients = defaultdict[str, int](int), defaultdict[str, int](int)
     for parameter in parameters:
         unit = _unit_of(parameter.name)
-        whole[unit] += parameter.elements * itemsize
-        exchanged[unit] += parameter.elements * parameter.trains * gradient
+        weights[unit] += parameter.elements * itemsize
+        gradients[unit] += parameter.elements * gradient if parameter.trains else 0
     if span != "run":
-        return sum(whole.values()), max(whole.values()) + max(exchanged.values())
-    layers = [unit for unit in whole if unit.startswith(LAYERS)]
-    sizes, embedding = [whole[unit] for unit in layers], whole[_EMBEDDING]
-    # All layers are gathered before gradients of the embedding and of the rest are exchanged.
-    of_layers = max((exchanged[unit] for unit in layers), default=0) + max(sizes, default=0)
-    of_layers += max(map(sum, pairwise(sizes)), default=sum(sizes))
-    stays = whole[""] + embedding * is_head
-    return stays, max(of_layers, *exchanged.values(), embedding * (1 + (not is_head)))
+        return sum(weights.values()), max(weights.values()) + max(gradients.values())
+    layers = [unit for unit in weights if unit.startswith(LAYERS)]
+    sizes, embedding = [weights[unit] for unit in layers], weights[_EMBEDDING]
+    # All layers are gathered before gradients of the embedding and of the rest are exchanged: two layers, one more as
+    # it arrives, and the gradients of one.
+    two_layers = max(map(sum, pairwise(sizes)), default=sum(sizes))
+    in_layers = two_layers + max(sizes, default=0) + max((gradients[unit] for unit in layers), default=0)
+    stays, embedding_twice = (weights[""] + embedding, embedding) if is_head else (weights[""], 2 * embedding)
+    return stays, max(in_layers, *gradients.values(), embedding_twice)
 
 
 def _unit_of(name: str) -> str:
-    """The FSDP2 unit of a parameter: a layer, the embedding, or the unnamed rest."""
+    """Return the FSDP2 unit of a parameter: a layer, the embedding, or the unnamed rest."""
     if name.startswith(LAYERS):
         return LAYERS + name.removeprefix(LAYERS).partition(".")[0]
     return _EMBEDDING if name.startswith(f"{_EMBEDDING}.") else ""
+
+
+# ------------------------------------------------------------------------------------------ modules
+
+
+def module_bytes(job: JobSpec, module: ModuleJob, coordinate: int, calls: Sequence[range]) -> ParameterBytes:
+    """Return the memory of the parameters of all views on the ranks of a pipeline coordinate of a module. `calls`: the
+    micro-batches of each call of the module.
+    """
+    layout, settings, itemsize = module.layout, module.settings, module.dtype.itemsize
+    stages = stages_of_rank(module.stages, coordinate, layout.pp)
+    parameters, each_view = list[Parameter](), list[ParameterBytes]()
+    for view in layout.every_view:
+        local = parameters_of(module, layout.ways("weights", "experts", view=view), stages, view.name)
+        parameters += local
+        each_view.append(
+            parameter_bytes(
+                local,
+                layout.ways("tokens", "samples", view=view),
+                itemsize,
+                module.optimizer,
+                settings.precision,
+                on_host=settings.offload.states,
+                zero=settings.zero,
+            )
+        )
+    total = reduce(add, each_view)
+    ranks = max(layout.ways("tokens", "samples", view=view) for view in layout.every_view)
+    if not shares_weights(settings.zero, ranks, total.trained > 0):
+        return total
+    exchanged = _gradient_itemsize(itemsize, settings.precision)
+    # Gradients of chunks are summed in the dtype of the sum.
+    whole = exchanged if settings.chunk else itemsize
+    is_head = module.role == TEXT and module.shape.tied and layout.pp == 1
+    span = _gather_span(job, module, calls)
+    stays, running = gathered_bytes(parameters, itemsize, whole + exchanged, span, is_head=is_head)
+    return replace(total, stays=stays, running=running)
+
+
+def _gather_span(job: JobSpec, module: ModuleJob, calls: Sequence[range]) -> GatherSpan:
+    """Return how long gathered weights stay. With one call in each turn of the encoders they need not stay for another
+    call.
+    """
+    span = span_of(job.schedule.module[module.name], module.settings.zero)
+    turns = [turn for turn in (*job.schedule.waves, *job.schedule.returned) if turn]
+    if span == "wave" and all(any(call[0] <= turn[0] and turn[-1] <= call[-1] for call in calls) for turn in turns):
+        return "run"
+    return span

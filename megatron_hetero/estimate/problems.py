@@ -8,7 +8,7 @@ from math import ceil, lcm
 
 import numpy as np
 
-from megatron_hetero.estimate.communicator_memory import NODE
+from megatron_hetero.estimate.allowance import NODE
 from megatron_hetero.estimate.estimate import KINDS, Estimate
 from megatron_hetero.estimate.experts import expert_mlps, experts_of_ranks, ranks_of_experts, with_experts_over
 from megatron_hetero.estimate.search import Attempt, find_fitting

@@ -13,11 +13,12 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.terminal import size_text
 from megatron_hetero.config.flags import EstimateRequest
 from megatron_hetero.config.schema import Config
-from megatron_hetero.estimate.communicator_memory import ALLOWANCES, FRAGMENTATION, NODE, kind_bytes
-from megatron_hetero.estimate.estimate import KINDS, BoundaryTraffic, Estimate
+from megatron_hetero.estimate.allowance import ALLOWANCES, FRAGMENTATION, NODE, kind_bytes
+from megatron_hetero.estimate.estimate import KINDS, Estimate
 from megatron_hetero.estimate.experts import expert_mlps, experts_of_ranks, ranks_of_experts
 from megatron_hetero.estimate.plot import draw_estimate
 from megatron_hetero.estimate.problems import problems_of, shortened
+from megatron_hetero.estimate.traffic import BoundaryTraffic
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.adapters import adapters_text
 from megatron_hetero.models.shapes import item_types
@@ -131,8 +132,8 @@ def _boundaries(estimate: Estimate) -> Table:
     for boundary in estimate.boundaries:
         rows, unit = estimate.assumed.sample.rows[boundary.edge.source] * boundary.outputs, boundary.row_bytes
         for direction in boundary.directions:
-            received = boundary.of_step(direction, lambda traffic: traffic.received)
-            sent = boundary.of_step(direction, lambda traffic: traffic.sent)
+            received = boundary.in_step(direction, lambda traffic: traffic.received.sum(axis=0))
+            sent = boundary.in_step(direction, lambda traffic: traffic.sent.sum(axis=0))
             ends = boundary.edge.ends if direction == "forward" else boundary.edge.ends[::-1]
             table.add_row(
                 *ends, f"{rows * samples:,}", size_text(int(received.sum()) * unit),
@@ -144,8 +145,8 @@ def _boundaries(estimate: Estimate) -> Table:
 
 def _operations(boundary: BoundaryTraffic, direction: str) -> str:
     if boundary.point_to_point:
-        return f"{boundary.of_step(direction, lambda traffic: traffic.pairs):,} messages in all"
-    count = boundary.of_step(direction, lambda traffic: len(traffic.stages))
+        return f"{boundary.in_step(direction, lambda traffic: traffic.messages):,} messages in all"
+    count = boundary.in_step(direction, lambda traffic: len(traffic.phases))
     return f"{count:,} collective{'s' * (count != 1)}"
 
 
@@ -178,7 +179,7 @@ def _memory(estimate: Estimate) -> Table:
     table.columns[2].justify = "left"
     grouped: dict[tuple[str, ...], list[int]] = {}
     largest: dict[str, tuple[int, tuple[str, ...]]] = {}
-    for role, ranks, sizes in estimate.kinds_of_ranks:
+    for role, ranks, sizes in estimate.equal_ranks:
         total = int(sizes.sum())
         cells = [*sizes[: len(KINDS)].tolist(), int(sizes[len(KINDS) :].sum()), total]
         key = (role.name, *map(size_text, cells))

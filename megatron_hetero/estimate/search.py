@@ -21,7 +21,7 @@ import torch
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.fields import children, flag_of, item_type
 from megatron_hetero.config.schema import Config
-from megatron_hetero.estimate.communicator_memory import NODE
+from megatron_hetero.estimate.allowance import NODE
 from megatron_hetero.estimate.estimate import Estimate
 from megatron_hetero.estimate.experts import expert_mlps, ranks_of_experts, with_experts_over
 from megatron_hetero.layout.axes import Fold

@@ -1,4 +1,4 @@
-"""Rows that each rank sends, receives and stages in a crossing. Pure.
+"""Rows that each rank sends, receives and stages in the crossings of a step. Pure.
 
 `BoundaryPlan.rank` takes milliseconds per rank, minutes for ten thousand ranks. Here the routes of all rows are
 computed once and counted by rank.
@@ -6,89 +6,128 @@ computed once and counted by rank.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import numpy as np
 
-from megatron_hetero.boundary.plan import BoundaryPlan
+from megatron_hetero.boundary.plan import BoundaryPlan, plan_boundary
 from megatron_hetero.boundary.routes import Phase, Redistribution
-
-
-@dataclass(frozen=True, eq=False)
-class StageTraffic:
-    """One exchange: rows that each rank sends and receives, and the number of pairs of ranks that exchange any."""
-
-    stage: Phase
-    send: np.ndarray
-    receive: np.ndarray
-    pairs: int
+from megatron_hetero.estimate.shards import AssumedBatch
+from megatron_hetero.layout.graph import Edge
 
 
 @dataclass(frozen=True, eq=False)
 class DirectionTraffic:
-    """One direction of a crossing: rows that leave (`held`), arrive (`needed`) and stay (`kept`), by rank."""
+    """One direction of a crossing, as numbers of rows by rank.
+
+    `held`, `needed`, `kept`: rows that leave, arrive and stay, int64 [ranks]. `sent`, `received`: rows exchanged with
+    other ranks in each phase, int64 [phases, ranks]. `messages`: the number of pairs of ranks that exchange rows, over
+    all phases: the messages of a point-to-point exchange.
+    """
 
     ranks: np.ndarray
     held: np.ndarray
     needed: np.ndarray
     kept: np.ndarray
-    stages: tuple[StageTraffic, ...]
-
-    @property
-    def received(self) -> np.ndarray:
-        """Rows that reach each rank from others."""
-        return sum((s.receive for s in self.stages), np.zeros(len(self.ranks), np.int64))
-
-    @property
-    def sent(self) -> np.ndarray:
-        """Rows that each rank sends to others."""
-        return sum((s.send for s in self.stages), np.zeros(len(self.ranks), np.int64))
+    phases: tuple[Phase, ...]
+    sent: np.ndarray
+    received: np.ndarray
+    messages: int
 
     def staging(self, row_bytes: int, rounded: bool) -> np.ndarray:
-        """Peak bytes of buffers on each rank: for the rows of an exchange and those that stay, and for all rows where
-        the wire has a dtype of its own (`rounded`).
+        """Return the peak bytes of buffers on each rank: for the rows of an exchange and those that stay, and for all
+        rows where the wire has a dtype of its own (`rounded`).
         """
-        buffers, most = partial(_buffers, row_bytes), np.zeros(len(self.ranks), np.int64)
-        for stage in self.stages:
-            most = np.maximum(most, buffers(stage.send) + buffers(stage.receive))
-        return buffers(self.kept) + most + rounded * (buffers(self.held) + buffers(self.needed))
-
-    @property
-    def pairs(self) -> int:
-        """Messages of a point-to-point exchange: pairs of ranks that exchange rows, over all stages."""
-        return sum(stage.pairs for stage in self.stages)
+        exchanged = _buffer_bytes(row_bytes, self.sent) + _buffer_bytes(row_bytes, self.received)
+        staged = _buffer_bytes(row_bytes, self.kept) + exchanged.max(axis=0, initial=0)
+        if rounded:
+            staged += _buffer_bytes(row_bytes, self.held) + _buffer_bytes(row_bytes, self.needed)
+        return staged
 
 
-def _buffers(row_bytes: int, rows: np.ndarray) -> np.ndarray:
-    """Bytes of buffers for `rows`, rounded up to powers of two."""
+def _buffer_bytes(row_bytes: int, rows: np.ndarray) -> np.ndarray:
+    """Return the bytes of buffers for `rows`, rounded up to powers of two."""
     sizes = row_bytes * rows
     return np.where(sizes > 0, 1 << np.ceil(np.log2(np.maximum(sizes, 1))).astype(np.int64), 0)
 
 
 def traffic_of(plan: BoundaryPlan) -> dict[str, DirectionTraffic]:
-    """The traffic of both directions of a plan."""
+    """Return the traffic of both directions of a plan."""
     ranks = np.array(plan.ranks, np.int64)
-    return {name: _direction(direction, ranks) for name, direction in plan.directions.items()}
+    return {name: _direction_traffic(direction, ranks) for name, direction in plan.directions.items()}
 
 
-def _direction(direction: Redistribution, ranks: np.ndarray) -> DirectionTraffic:
+def _direction_traffic(direction: Redistribution, ranks: np.ndarray) -> DirectionTraffic:
     rows = direction.row_table(None)
     scatter = direction.routes("scatter", rows)
-    stages = []
-    for phase in direction.phases:
+    sent, received = np.zeros((2, len(direction.phases), len(ranks)), np.int64)
+    messages = 0
+    for number, phase in enumerate(direction.phases):
         routes = scatter if phase == "scatter" else direction.routes(phase, rows)
         moved = routes.sender != routes.receiver
         sender, receiver = routes.sender[moved], routes.receiver[moved]
-        pairs = len(np.unique(sender * (1 + receiver.max(initial=0)) + receiver))
-        stages.append(StageTraffic(phase, _counted(sender, ranks), _counted(receiver, ranks), pairs))
+        sent[number], received[number] = _counts(sender, ranks), _counts(receiver, ranks)
+        messages += len(np.unique(sender * (1 + receiver.max(initial=0)) + receiver))
+    kept = _counts(scatter.sender[scatter.sender == scatter.receiver], ranks)
     held, needed = (
         np.append(np.diff(side.starts), 0)[side.members.groups_of(ranks)] for side in (direction.held, direction.needed)
     )
-    kept = _counted(scatter.sender[scatter.sender == scatter.receiver], ranks)
-    return DirectionTraffic(ranks, held, needed, kept, tuple(stages))
+    return DirectionTraffic(ranks, held, needed, kept, direction.phases, sent, received, messages)
 
 
-def _counted(members: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-    """The number of times that each rank is a member."""
+def _counts(members: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+    """Return how often each rank is in `members`."""
     return np.bincount(np.searchsorted(ranks, members), minlength=len(ranks))
+
+
+@dataclass(frozen=True, eq=False)
+class BoundaryTraffic:
+    """Traffic along an edge in a step.
+
+    `crossings`: the distinct ones, by direction; those of one call differ, because ranks hold other rows of each
+    micro-batch. `numbers`: for each micro-batch, the index of its crossing. `outputs`: the number of encoder outputs
+    that cross side by side. `row_bytes`: bytes of a row of all of them on the wire.
+    """
+
+    edge: Edge
+    outputs: int
+    crossings: tuple[Mapping[str, DirectionTraffic], ...]
+    numbers: tuple[int, ...]
+    row_bytes: int
+    point_to_point: bool
+
+    @classmethod
+    def of(cls, assumed: AssumedBatch, edge: Edge) -> BoundaryTraffic:
+        """Count the traffic along an edge. Crossings of calls of the same size are equal."""
+        job = assumed.job
+        outputs, returns = len(job.edges[edge]), job.schedule.module[edge.source].backward
+        first_by_size, plans, numbers = dict[int, int](), list[BoundaryPlan](), list[int]()
+        for call in assumed.calls[edge.source]:
+            size = len(call)
+            if size not in first_by_size:
+                first_by_size[size] = len(plans)
+                plans += [plan_boundary(*sides, job.row_bytes * outputs) for sides in assumed.sides(edge, size)]
+            numbers += range(first_by_size[size], first_by_size[size] + size)
+        crossings = [traffic_of(plan) for plan in plans]
+        if not returns:
+            crossings = [{"forward": crossing["forward"]} for crossing in crossings]
+        plan = plans[0]
+        return cls(edge, outputs, tuple(crossings), tuple(numbers), plan.row_bytes, plan.point_to_point)
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        """The directions with traffic: `forward`, and `backward` where gradients return."""
+        return tuple(self.crossings[0])
+
+    @property
+    def ranks(self) -> np.ndarray:
+        """The ranks that take part, int64."""
+        return self.crossings[0]["forward"].ranks
+
+    def in_step(self, direction: str, count: Callable[[DirectionTraffic], Any]) -> Any:
+        """Sum `count(crossing)` over the micro-batches of a step."""
+        times = Counter(self.numbers)
+        return sum(n * count(self.crossings[number][direction]) for number, n in times.items())

@@ -1,8 +1,9 @@
 """The axes of parallelism, the views of a layout's ranks, and which degrees suit a module. Pure.
 
-The main view's degrees multiply to all ranks of a layout. A further view folds the ranks of each pipeline stage once
-more: its degrees multiply to them too, whatever the main view's are, so that some layers can be split otherwise than
-the rest. Each parameter belongs to one view, which determines which ranks hold its shards and which sum its gradients.
+The main view's degrees multiply to all ranks of a layout. A further view folds the ranks of each pipeline stage in
+another way: its degrees multiply to the same number, whatever the degrees of the main view, so that some layers can be
+split differently from the rest. Each parameter belongs to one view, which determines which ranks hold its shards and
+which sum its gradients.
 
 Families declare further views in `ModuleShape.views`, such as `EXPERTS`.
 """
@@ -37,14 +38,14 @@ TABLE = (
     Axis("dp", "samples"),
     Axis("pp", "layers"),
 )
-"""From the axis that varies fastest among a layout's ranks to the slowest."""
+"""The axes of the main view, from the one that varies fastest among a layout's ranks to the slowest."""
 AXES = tuple(axis.name for axis in TABLE)
 
 
 @dataclass(frozen=True)
 class View:
-    """Axes from the one that varies fastest among the ranks to the slowest. One of them splits samples; its degree,
-    what the others leave of the ranks, may be omitted in a layout's text. The name has no dot.
+    """A way to fold ranks: axes from the one that varies fastest among the ranks to the slowest. One of them splits
+    samples, and takes the ranks that the others leave; a layout's text may omit its degree. The name has no dot.
     """
 
     name: str
@@ -60,17 +61,17 @@ class View:
         return tuple(axis.name for axis in self.axes)
 
     def axes_of(self, *splits: Split) -> tuple[str, ...]:
-        """Names of the axes that split any of these."""
+        """Return the names of the axes that split any of these."""
         return tuple(axis.name for axis in self.axes if axis.splits in splits)
 
     @property
     def rest(self) -> str:
-        """The axis of samples, whose degree is what the others leave of the ranks."""
+        """The axis of samples, which takes the ranks that the other axes leave."""
         return self.axes_of("samples")[0]
 
     @property
     def stated(self) -> tuple[str, ...]:
-        """The other axes, which have a default of their own in a layout's text."""
+        """The axes other than `rest`, whose degrees determine its degree."""
         return tuple(name for name in self.names if name != self.rest)
 
     @property
@@ -89,15 +90,15 @@ MAIN = View("main", TABLE)
 axes_of = MAIN.axes_of
 EXPERTS = View("experts", (Axis("ep", "experts", follows="tp"), Axis("edp", "samples")))
 """The view of layers with experts, which are divided over neighbouring ranks of a stage, whatever these are in the main
-view (DeepSpeed and Megatron-Core call it folding). By default they are split as often as weights are.
+view (DeepSpeed and Megatron-Core call it folding). By default `ep` equals `tp`.
 """
 SPLIT_EXPERTS = "etp"
-"""Other libraries' axis along which each expert's matrices are split."""
+"""The axis of other libraries along which each expert's matrices are split."""
 WHOLE_EXPERTS = (
-    "experts are small: products with parts of their matrices would be thin, and tp ranks would repeat the exchange of "
-    "tokens; ep divides whole experts"
+    "experts are small: products with shards of their matrices would be thin, and tp ranks would repeat the exchange "
+    "of tokens; ep divides whole experts"
 )
-"""Why there is no such axis."""
+"""Why this library does not split experts, for messages."""
 
 
 class Fold(NamedTuple):
@@ -108,14 +109,14 @@ class Fold(NamedTuple):
 
 
 def axis_names(views: Iterable[View]) -> tuple[str, ...]:
-    """Names of the axes of the main view and of these, all different."""
+    """Return the names of the axes of the main view and of `views`, all different."""
     names = (*AXES, *(name for view in views for name in view.names))
     assert len(set(names)) == len(names), f"an axis is in two views: {', '.join(names)}"
     return names
 
 
 class LayoutProblem(Exception):
-    """A fault of a layout: what was found, what was expected and why, and the axis to change, if any."""
+    """A problem of a layout: what was found, what was expected and why, and the axis to change, if any."""
 
     def __init__(self, found: str, expected: str, why: str, axis: str = "") -> None:
         super().__init__(found)
@@ -134,7 +135,7 @@ class Limit(NamedTuple):
     layers: tuple[int, ...] = ()
 
     def problem(self, degrees: Mapping[str, int]) -> LayoutProblem | None:
-        """The first axis whose degree is beyond it."""
+        """Return the problem of the first axis whose degree breaks the limit; None if no axis does."""
         subject = f"{self.size} {self.kind} {self.units}"
         if self.layers:
             some = ", ".join(map(str, self.layers[:4])) + ", …" * (len(self.layers) > 4)
@@ -154,8 +155,8 @@ class Limit(NamedTuple):
 @dataclass(frozen=True)
 class ModuleShape:
     """The sizes of a module that limit its layouts. `attention_heads` are query heads. `views`: further views that its
-    layers need. `counts`: how many things these views split, such as ``{"experts": 128}``. `limits`: of its layers,
-    by default that tp·sp divides the attention heads.
+    layers need. `counts`: how many things these views split, such as ``{"experts": 128}``. `limits`: the limits of its
+    layers; by default tp·sp divides the attention heads.
     """
 
     name: str
@@ -176,8 +177,8 @@ class ModuleShape:
 # The hidden size is never split, key/value heads are replicated as often as needed, and the widths of MLP and
 # vocabulary are padded. So divisors of legal degrees are legal.
 def problem_of(shape: ModuleShape, degrees: Mapping[str, int]) -> LayoutProblem | None:
-    """The first reason why these degrees do not suit the module; None if they do. Axes of further views are 1 unless
-    given.
+    """Return the first reason why these degrees do not suit the module; None if they do. Degrees of further views are 1
+    unless given.
     """
     limits = (Limit(("tp", "sp"), shape.attention_heads),) if shape.limits is None else shape.limits
     for limit in limits:
@@ -188,14 +189,14 @@ def problem_of(shape: ModuleShape, degrees: Mapping[str, int]) -> LayoutProblem 
         found = f"{shape.layers} layers and pp:{pp}"
         return LayoutProblem(found, f"pp of at most {shape.layers}", "each pipeline stage holds a layer or more", "pp")
     for axis in (axis for view in shape.views for axis in view.axes):
-        most, degree = shape.counts.get(axis.splits), degrees.get(axis.name, 1)
-        if most is not None and degree > most:
-            found, why = f"{most} {axis.splits} and {axis.name}:{degree}", "each rank holds one of them or more"
-            return LayoutProblem(found, f"{axis.name} of at most {most}", why, axis.name)
+        count, degree = shape.counts.get(axis.splits), degrees.get(axis.name, 1)
+        if count is not None and degree > count:
+            found, why = f"{count} {axis.splits} and {axis.name}:{degree}", "each rank holds one of them or more"
+            return LayoutProblem(found, f"{axis.name} of at most {count}", why, axis.name)
     return None
 
 
 @lru_cache(maxsize=256)
 def divisors(n: int) -> tuple[int, ...]:
-    """The divisors of n, ascending."""
+    """Return the divisors of n, ascending."""
     return tuple(d for d in range(1, n + 1) if n % d == 0)

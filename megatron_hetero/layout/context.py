@@ -3,17 +3,17 @@
 Causal sequences are cut *zigzag*, each sample by itself (cutting the whole pack would not balance causal work): the
 s-th sample of a pack, of L tokens, into 2 * cp chunks, chunk c from floor((c * L + s mod 2cp) / 2cp) to the start of
 the next, so that lengths need not divide, chunks may be empty, and remainders go to other members in each sample.
-Member i has the chunks i and 2 * cp - 1 - i of every sample, in the order of the pack. For cp = 2 and samples of 8 and
+Member i holds chunks i and 2 * cp - 1 - i of every sample, in the order of the pack. For cp = 2 and samples of 8 and
 5 tokens:
 
     position   0 1 2 3 4 5 6 7 | 8 9 10 11 12
     chunk      0 0 1 1 2 2 3 3 | 0 1  2  2  3       member 0: 0 1 6 7 8 12, member 1: 2 3 4 5 9 10 11
     member     0 0 1 1 1 1 0 0 | 0 1  1  1  0
 
-Other sequences (the encoder's) are cut anywhere: each member has a contiguous run of all tokens.
+Other sequences (those of an encoder) are cut anywhere: each member holds a contiguous run of all tokens.
 
-Attention works on *segments*: a run of this member's queries, all of one sequence, and the keys that it attends to,
-which end with the segment's own last token where attention is causal.
+Attention works on *segments*: a run of this member's queries, all of one sequence, and the keys that they attend to,
+which end with the segment's last token where attention is causal.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import numpy as np
 class AttentionSegments:
     """The segments of one context-parallel member.
 
-    `queries`, `keys`: numbers of tokens of each segment, in the order of the member's queries; no segment is without
+    `queries`, `keys`: number of tokens of each segment, in the order of the member's queries; every segment has
     queries. `key_index`: int64 [sum of keys], the index of each key among the tokens of member 0, member 1, ... in
-    their order; None if the keys are the member's own tokens.
+    their order; None if the keys are the member's local tokens.
     """
 
     queries: tuple[int, ...]
@@ -39,33 +39,35 @@ class AttentionSegments:
 
     @classmethod
     def of(cls, segments: Sequence[tuple[int, np.ndarray]]) -> AttentionSegments:
-        """From the number of queries of each segment, and the index of its keys."""
+        """Build segments from the number of queries and the index of the keys of each segment."""
         index = np.concatenate([np.zeros(0, np.int64), *(keys for _, keys in segments)])
         return cls(tuple(queries for queries, _ in segments), tuple(len(keys) for _, keys in segments), index)
 
     @classmethod
     def whole(cls, lengths: Sequence[int] | np.ndarray) -> AttentionSegments:
-        """All of every sequence on one member."""
+        """Return the segments of a member that holds every sequence whole."""
         tokens = tuple(int(n) for n in lengths if n)
         return cls(tokens, tokens)
 
 
 def chunk_bounds(lengths: np.ndarray, numbers: np.ndarray, cp: int) -> np.ndarray:
-    """Bounds of the chunks within each sample: int64 [samples, 2 * cp + 1]. `lengths` and `numbers` of the samples:
-    int64; samples are numbered from 0 in their pack.
+    """Return the bounds of the chunks within each sample, int64 [samples, 2 * cp + 1]. `lengths`, `numbers`: of the
+    samples, int64 [samples]; samples are numbered from 0 in their pack.
     """
     return (lengths[:, None] * np.arange(2 * cp + 1) + numbers[:, None] % (2 * cp)) // (2 * cp)
 
 
 def zigzag_member(offsets: np.ndarray, lengths: np.ndarray, numbers: np.ndarray, cp: int) -> np.ndarray:
-    """The member with the token at each of `offsets` in the sample with the same entry of `lengths` and `numbers`."""
+    """Return the member that holds the token at each of `offsets`, in the sample given by the same entry of `lengths`
+    and `numbers`.
+    """
     # The largest chunk that begins at or before the offset.
     chunk = ((offsets + 1) * 2 * cp - 1 - numbers % (2 * cp)) // lengths
     return np.minimum(chunk, 2 * cp - 1 - chunk)
 
 
 def zigzag_tokens(lengths: Sequence[int] | np.ndarray, cp: int) -> tuple[np.ndarray, ...]:
-    """Positions of each member's tokens in the pack, ascending, given the lengths of the samples."""
+    """Return the positions of each member's tokens in a pack of samples of these lengths, ascending."""
     lengths = np.asarray(lengths, np.int64)
     sample = np.repeat(np.arange(len(lengths)), lengths)
     offsets = np.arange(len(sample)) - (np.cumsum(lengths) - lengths)[sample]
@@ -74,7 +76,7 @@ def zigzag_tokens(lengths: Sequence[int] | np.ndarray, cp: int) -> tuple[np.ndar
 
 
 def zigzag_segments(lengths: Sequence[int] | np.ndarray, cp: int, member: int) -> AttentionSegments:
-    """The segments of `member` with causal attention in samples of `lengths` tokens."""
+    """Return the segments of `member` with causal attention in samples of `lengths` tokens."""
     if cp == 1:
         return AttentionSegments.whole(lengths)
     lengths = np.asarray(lengths, np.int64)
@@ -82,7 +84,7 @@ def zigzag_segments(lengths: Sequence[int] | np.ndarray, cp: int, member: int) -
     starts = np.cumsum(lengths) - lengths
     place = np.empty(int(lengths.sum()), np.int64)  # of each position of the pack among the members' tokens
     place[np.concatenate(zigzag_tokens(lengths, cp))] = np.arange(len(place))
-    # The chunks of a sample in the order of the pack. The last member's are adjacent: one segment.
+    # The chunks of a sample in the order of the pack. Those of the last member are adjacent, and form one segment.
     last = 2 * cp - 1 - member
     runs = [(member, last + 1)] if member == cp - 1 else [(member, member + 1), (last, last + 1)]
     segments = [
@@ -95,7 +97,9 @@ def zigzag_segments(lengths: Sequence[int] | np.ndarray, cp: int, member: int) -
 
 
 def contiguous_segments(sequences: Sequence[int], shard_lengths: Sequence[int], member: int) -> AttentionSegments:
-    """The segments of `member` with bidirectional attention, if each member has a contiguous run of the sequences."""
+    """Return the segments of `member` with bidirectional attention, if each member holds a contiguous run of the
+    sequences.
+    """
     if len(shard_lengths) == 1:
         return AttentionSegments.whole(sequences)
     ends = np.cumsum(np.asarray(sequences, np.int64))

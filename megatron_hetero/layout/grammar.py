@@ -20,11 +20,11 @@ from megatron_hetero.layout.axes import AXES, EXPERTS, SPLIT_EXPERTS, WHOLE_EXPE
 MAX_PLANNED = 20_000
 """Ranks of the largest world that is estimated or suggested."""
 _MAX_RANKS = 1 << 20
-"""Limit on ranks in a text: a mistyped range must not fill the memory."""
+"""Limit on the ranks of a text, so that a mistyped range does not fill the memory."""
 
 
 def read(text: str, axes: Sequence[str] = AXES) -> tuple[dict[str, int], tuple[int, ...] | None]:
-    """The degrees that `text` gives, by axis, and its ranks, None if it gives none. `axes`: all known axes.
+    """Return the degrees that `text` gives, by axis, and its ranks; None if it gives no ranks. `axes`: all known axes.
 
     Raises:
         LayoutProblem: the text breaks the grammar.
@@ -41,12 +41,12 @@ def read(text: str, axes: Sequence[str] = AXES) -> tuple[dict[str, int], tuple[i
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Ascending ranks as ranges: ``0-3,8`` for 0, 1, 2, 3, 8."""
+    """Return ascending ranks as ranges: ``0-3,8`` for 0, 1, 2, 3, 8."""
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs_of(ranks))
 
 
 def runs_of(ranks: Iterable[int]) -> list[list[int]]:
-    """The first and last rank of each run of consecutive ranks."""
+    """Return the first and last rank of each run of consecutive ranks."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -57,13 +57,13 @@ def runs_of(ranks: Iterable[int]) -> list[list[int]]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`` (did you mean `tp`?)`` if a known name resembles `name`, else an empty text."""
+    """Return `` (did you mean `tp`?)`` if a known name resembles `name`, else an empty text."""
     close = get_close_matches(name.lower(), list(known), n=1)
     return f" (did you mean `{close[0]}`?)" if close else ""
 
 
 def unknown_axis(axis: str, known: Sequence[str]) -> LayoutProblem:
-    """The fault of an axis that is not one of the `known` ones."""
+    """Return the problem of an axis that is not one of the `known` ones."""
     why = ""
     if axis in (*EXPERTS.names, SPLIT_EXPERTS):
         why = WHOLE_EXPERTS if {*EXPERTS.names} <= {*known} else "the module has no experts"

@@ -36,25 +36,25 @@ class Edge:
 
     @classmethod
     def of(cls, source: str, source_stage: int, source_stages: int, target: str, target_stage: int) -> Edge:
-        """The edge between two stages by its canonical name; `source_stages`: the number of stages of `source`."""
+        """Return the edge between two stages by its canonical name. `source_stages`: the number of stages of `source`."""
         if source_stage == source_stages - 1 and target_stage == 0:
             return cls(source, target)
         return cls(source, target, source_stage, target_stage)
 
     def source_coordinate(self, layout: Layout) -> int:
-        """The pipeline coordinate that sends rows, in the layout of `source`."""
+        """Return the pipeline coordinate that sends rows, in the layout of `source`."""
         return layout.pp - 1 if self.source_stage is None else self.source_stage % layout.pp
 
     def target_coordinate(self, layout: Layout) -> int:
-        """The pipeline coordinate that receives rows, in the layout of `target`."""
+        """Return the pipeline coordinate that receives rows, in the layout of `target`."""
         return (self.target_stage or 0) % layout.pp
 
     def source_ranks(self, layout: Layout) -> tuple[int, ...]:
-        """The ranks that send rows, ascending."""
+        """Return the ranks that send rows, ascending."""
         return layout.stage(self.source_coordinate(layout)).ranks
 
     def target_ranks(self, layout: Layout) -> tuple[int, ...]:
-        """The ranks that receive rows, ascending."""
+        """Return the ranks that receive rows, ascending."""
         return layout.stage(self.target_coordinate(layout)).ranks
 
     @property
@@ -75,7 +75,7 @@ ByEdge = Mapping[Edge, T] | Mapping[tuple[str, str], T] | Mapping[Ends, T]
 
 
 def edge_of(ends: Ends) -> Edge:
-    """The edge between these ends. Raises `UserError` if they are neither an edge nor a pair."""
+    """Return the edge between these ends. Raises `UserError` if they are neither an edge nor a pair."""
     if isinstance(ends, Edge):
         return ends
     if isinstance(ends, str) or len(ends) != 2:
@@ -85,10 +85,10 @@ def edge_of(ends: Ends) -> Edge:
 
 
 def as_edge(ends: Ends, layouts: Mapping[str, Layout]) -> Edge:
-    """The edge by its canonical name, for modules in these layouts.
+    """Return the edge by its canonical name, for modules in these layouts.
 
     Raises:
-        UserError: as `edge_of`, or there is no such module.
+        UserError: as `edge_of`, or no layout is given for one of its modules.
     """
     edge = edge_of(ends)
     for module in (edge.source, edge.target):
@@ -117,7 +117,7 @@ class Graph:
     dtype: torch.dtype
     """The dtype of rows, and of hidden states between stages."""
     transport: torch.dtype | None = None
-    """The dtype of rows in transit; by default `dtype`."""
+    """The dtype of rows on the wire; by default `dtype`."""
     outputs: ByEdge[Sequence[str]] | None = None
     """Outputs of the source module that cross each edge; by default its `rows` alone."""
 
@@ -158,16 +158,16 @@ class Graph:
         return tuple(dict.fromkeys([*alone, *(name for edge in self.edges for name in (edge.source, edge.target))]))
 
     def width_of(self, edge: Edge) -> int:
-        """Elements of a row."""
+        """Return the elements of a row of the edge."""
         return self._widths[edge]
 
     def outputs_of(self, edge: Edge) -> tuple[str, ...]:
-        """The outputs that cross the edge."""
+        """Return the outputs that cross the edge."""
         given = {edge_of(ends): tuple(names) for ends, names in (self.outputs or {}).items()}
         return given.get(edge, (ROWS,))
 
     def in_layouts(self, layouts: Mapping[str, Layout]) -> Graph:
-        """The same graph with canonical names of edges, see `as_edge`. Raises `UserError`."""
+        """Return the same graph with canonical names of edges, see `as_edge`. Raises `UserError`."""
         named = {edge: as_edge(edge, layouts) for edge in self.edges}
         return replace(
             self,

@@ -1,13 +1,13 @@
-"""Layouts: how one module is split over ranks, and their text. Pure: no torch, no process group.
+"""Layouts: how one module is split over ranks, as values and as text. Pure: no torch, no process group.
 
 The grammar is in `megatron_hetero.layout.grammar`. Examples:
 
     sp:8                 eight-way sequence parallel over a world of 8
     tp:4,pp:2@8-15       four-way tensor parallel in two pipeline stages on ranks 8 to 15
     dp:2,tp:4@0-3,8-11   two replicas of four tensor-parallel ranks on two sets of ranks
-    tp:4,dp:2,ep:8       in a module with a view of experts: they are divided over the same eight ranks
+    tp:4,dp:2,ep:8       experts, in a module that has them, are divided over the same eight ranks
 
-Without ``@`` a layout covers the whole world. ``dp`` defaults to what the other degrees leave of the ranks, ``ep`` to
+Without ``@`` a layout covers the whole world. ``dp`` defaults to the ranks divided by the other degrees, ``ep`` to
 ``tp``, or to the next lower divisor of a stage's ranks if there are fewer experts. Ranks ascend, because process groups
 number their members in ascending order.
 """
@@ -76,8 +76,8 @@ class Coordinate(NamedTuple):
 class Layout:
     """A degree per axis, the ranks that they cover, and further views of these ranks.
 
-    ``repr`` evaluates to an equal value. ``str`` is for people and always has the ranks, so that
-    ``Layout.parse(str(x), views=x.views) == x`` in any world that has them.
+    ``repr`` evaluates to an equal value. ``str`` is for people and always includes the ranks, so that
+    ``Layout.parse(str(x), views=x.views) == x`` in any world that has these ranks.
 
     Raises:
         UserError: a degree is not a positive integer, the ranks do not ascend, their number is
@@ -108,8 +108,8 @@ class Layout:
 
     @classmethod
     def of(cls, degrees: Mapping[str, int], ranks: tuple[int, ...], views: Sequence[View] = ()) -> Layout:
-        """The layout of these degrees, 1 unless given, in the main view and in further `views`. `UserError` as the
-        class.
+        """Return the layout of these degrees, 1 unless given, in the main view and in further `views`. Raises
+        `UserError` as the class does.
         """
         folds = tuple(Fold(view, tuple(degrees.get(axis, 1) for axis in view.stated)) for view in views)
         return cls(**{axis: degrees.get(axis, 1) for axis in AXES}, ranks=ranks, folds=folds)
@@ -125,20 +125,20 @@ class Layout:
         shape: ModuleShape | None = None,
         views: Sequence[View] | None = None,
     ) -> Layout:
-        """The layout that `text` describes.
+        """Return the layout that `text` describes.
 
         Args:
             text: such as ``tp:4,dp:2@0-7``.
             world_size: number of ranks in the world; may be None if `text` gives its ranks.
             module: name of the module for errors.
             flags: whether errors name the module's flag (``--MODULE-parallel``) rather than an argument.
-            shape: shape of the module, which layouts suggested in errors suit.
-            views: further views of the module, whose axes `text` may give; by default those of its `shape`, without one
-                `EXPERTS` if `text` gives its axes.
+            shape: shape of the module, so that errors suggest layouts that suit it.
+            views: further views of the module, whose axes `text` may give; by default the views of `shape`, or without
+                a shape `EXPERTS` if `text` gives its axes.
 
         Raises:
             UserError: the text is malformed, or the degrees do not fit the ranks. The message suggests a layout that
-                does.
+                fits.
         """
         if views is None and shape is None:
             views = [EXPERTS] if re.search(r"\be(d?)p\s*:", text) else []
@@ -178,7 +178,7 @@ class Layout:
         return (MAIN, *self.views)
 
     def view(self, name: str) -> View:
-        """The view of this name. Raises `UserError` if there is none."""
+        """Return the view of this name. Raises `UserError` if the layout has no such view."""
         views = {view.name: view for view in self.every_view}
         if name not in views:
             found, expected = f"no view `{name}`{did_you_mean(name, views)}", f"one of {', '.join(views)}"
@@ -186,7 +186,7 @@ class Layout:
         return views[name]
 
     def ways(self, *splits: Split, view: View = MAIN) -> int:
-        """The number of shards that these are split into: the product of the degrees of their axes in a view."""
+        """Return the number of shards that these are split into: the product of the degrees of their axes in a view."""
         degrees = self.degrees_in(view)
         return prod(degrees[axis] for axis in view.axes_of(*splits))
 
@@ -197,12 +197,12 @@ class Layout:
 
     @property
     def stated(self) -> dict[str, int]:
-        """The degrees that determine all others: of the main view, and of the `stated` axes of each further view."""
+        """The degrees of the main view and of the `stated` axes of each further view, which determine all others."""
         further = {axis: n for view, degrees in self.folds for axis, n in zip(view.stated, degrees, strict=True)}
         return {**self.degrees, **further}
 
     def degrees_in(self, view: View) -> dict[str, int]:
-        """The degree of each axis of a view, from the fastest to the slowest, which is always `pp`."""
+        """Return the degree of each axis of a view, from the fastest to the slowest, which is always `pp`."""
         if view == MAIN:
             return self.degrees
         stated = self.stated
@@ -210,10 +210,10 @@ class Layout:
         return {axis: stated.get(axis, rest) for axis in view.names} | {"pp": self.pp}
 
     def view_of(self, *axes: str) -> View:
-        """The view with these axes. Every view has `pp`.
+        """Return the view that has these axes. Every view has `pp`.
 
         Raises:
-            UserError: an axis is unknown, or the axes are of several views.
+            UserError: an axis is unknown, or no single view has all of them.
         """
         known = axis_names(self.views)
         for axis in axes:
@@ -224,16 +224,16 @@ class Layout:
         for view in self.every_view:
             if {*axes} <= {*view.names, "pp"}:
                 return view
-        found, fix = f"axes {', '.join(axes)}", "use each view's alone"
+        found, fix = f"axes {', '.join(axes)}", "use the axes of each view separately"
         raise UserError.at("layout", found=found, expected="axes of one view", fix=fix)
 
     @classmethod
     def from_mesh(cls, mesh: Any, *, axes: Mapping[str, str] | None = None, experts: Any = None) -> Layout:
-        """The layout of a whole `DeviceMesh` of PyTorch, with dimensions named as axes.
+        """Return the layout of a whole `DeviceMesh` of PyTorch, whose dimensions are named as axes.
 
         Args:
             mesh: a whole mesh, not a slice.
-            axes: axes of dimensions with other names, such as ``{"dp_replicate": "dp", "dp_shard": "dp"}``.
+            axes: the axis of each dimension with another name, such as ``{"dp_replicate": "dp", "dp_shard": "dp"}``.
             experts: another mesh of the same ranks, with the dimensions `ep`, `edp` (or `dp`) and `pp`, for layers with
                 experts.
 
@@ -244,18 +244,19 @@ class Layout:
 
     @classmethod
     def from_grid(cls, grid: Any, *, axes: Mapping[str, str] | None = None, experts: Any = None) -> Layout:
-        """The layout of a `HyperCommGrid` of Megatron-Core, and another one for `experts`. `axes` and `UserError` as
-        for `from_mesh`.
+        """Return the layout of a `HyperCommGrid` of Megatron-Core, and of a second one for `experts`. `axes` and errors
+        are those of `from_mesh`.
         """
         return cls.of(*of_pair("Layout.from_grid", grid_dims, grid, experts, axes or {}))
 
     @classmethod
     def from_mpu(cls) -> Layout:
-        """The layout of all ranks that Megatron-Core's `parallel_state` was initialised with. It has a view of experts
-        if their sizes were given.
+        """Return the layout of all ranks that Megatron-Core's `parallel_state` was initialised with. It has a view of
+        experts if their sizes were given.
 
         Raises:
-            UserError: it is not initialised, splits each expert, or a layout cannot express its order of ranks.
+            UserError: `parallel_state` is not initialised, splits each expert, or has an order of ranks that a layout
+                cannot express.
         """
         # Imported here, because this module is otherwise pure.
         import torch.distributed as dist
@@ -265,7 +266,9 @@ class Layout:
 
     @property
     def degrees_text(self) -> str:
-        """The degrees above one, such as ``tp:4,dp:2``, or else ``dp:1``, and all whose default may be above one."""
+        """The degrees as text, such as ``tp:4,dp:2``: all degrees above one (``dp:1`` if there are none), and those
+        whose default may be above one.
+        """
         degrees = self.stated
         main = [f"{axis}:{degrees[axis]}" for axis in AXES if degrees[axis] != 1] or ["dp:1"]
         further = (axis for view in self.views for axis in view.axes if axis.name in degrees)
@@ -285,7 +288,7 @@ class Layout:
         return f"Layout({degrees}, ranks={self.ranks!r}{f', folds={self.folds!r}' if self.folds else ''})"
 
     def short(self, world_size: int) -> str:
-        """The shortest text that `parse` reads as this layout in a world of `world_size` ranks."""
+        """Return the shortest text that `parse` reads as this layout in a world of `world_size` ranks."""
         return self.degrees_text if self.ranks == tuple(range(world_size)) else str(self)
 
     def __contains__(self, rank: int) -> bool:
@@ -293,15 +296,15 @@ class Layout:
         return i < self.size and self.ranks[i] == rank
 
     def coordinate(self, rank: int) -> Coordinate:
-        """The index of `rank` along each axis of the main view.
+        """Return the index of `rank` along each axis of the main view.
 
         Raises:
-            UserError: the rank is not one of the layout's.
+            UserError: the layout does not have the rank.
         """
         return Coordinate(**self.indices(rank, MAIN))
 
     def indices(self, rank: int, view: View) -> dict[str, int]:
-        """The index of `rank` along each axis of a view, in the order of `degrees_in`. `UserError` as `coordinate`."""
+        """Return the index of `rank` along each axis of a view, in the order of `degrees_in`. Raises as `coordinate`."""
         return _indices(self._position(rank), self.degrees_in(view))
 
     def _position(self, rank: int) -> int:
@@ -310,7 +313,7 @@ class Layout:
         return bisect_left(self.ranks, rank)
 
     def rank_at(self, *, tp: int = 0, sp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """The rank at these indices.
+        """Return the rank at these indices.
 
         Raises:
             UserError: an index is outside the degree of its axis.
@@ -324,10 +327,10 @@ class Layout:
         return self.ranks[position]
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """The ranks in groups along `axes` of one view: in a group only the indices of `axes` differ.
+        """Return the ranks in groups along `axes` of one view: inside a group only the indices of `axes` differ.
 
         Groups are in the order of their first rank, and ranks ascend inside a group. Without axes every rank is a group
-        of its own. `UserError` as `view_of`.
+        of its own. Raises as `view_of`.
         """
         degrees = self.degrees_in(self.view_of(*axes))
         members: dict[tuple[int, ...], list[int]] = {}
@@ -337,7 +340,7 @@ class Layout:
         return tuple(map(tuple, members.values()))
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The group of ``groups(*axes)`` with `rank`."""
+        """Return the group of ``groups(*axes)`` that contains `rank`."""
         members, stride = [self._position(rank)], 1
         for axis, degree in self.degrees_in(self.view_of(*axes)).items():
             if axis in axes:
@@ -347,20 +350,16 @@ class Layout:
         return tuple(self.ranks[at] for at in members)
 
     def stage(self, index: int) -> Layout:
-        """One pipeline stage as a layout of its own, with `pp` of 1.
+        """Return one pipeline stage as a layout of its own, with a `pp` of 1.
 
         Raises:
-            UserError: there is no such stage.
+            UserError: the layout has no such stage.
         """
         at = bisect_left(self.ranks, self.rank_at(pp=index))
         return replace(self, pp=1, ranks=self.ranks[at : at + self.stage_size])
 
-    def peer_at_stage(self, rank: int, stage: int) -> int:
-        """The rank of another pipeline stage with the other coordinates of `rank`."""
-        return self.rank_at(**self.coordinate(rank)._asdict() | {"pp": stage})
-
     def replica_of(self, rank: int) -> int:
-        """The data-parallel replica that `rank` belongs to, from 0."""
+        """Return the number of the data-parallel replica that `rank` belongs to."""
         return self.coordinate(rank).dp
 
 
@@ -386,16 +385,16 @@ def advice(module: str, layout: Layout, world_size: int | None, *, flags: bool) 
 def closest_layout(
     wanted: Mapping[str, int], ranks: tuple[int, ...], shape: ModuleShape | None, views: Sequence[View]
 ) -> Layout:
-    """The legal layout over `ranks` with, axis by axis, the largest degrees up to the `wanted` ones, which unless given
-    are those of the axes that they follow, or else 1. `dp` and the axis of samples of each further view take the ranks
-    that are left.
+    """Return the legal layout over `ranks` with, axis by axis, the largest degree up to the `wanted` one. An axis
+    without a wanted degree takes that of the axis that it follows, or else 1; `dp` and the axis of samples of each
+    further view take the ranks that are left.
     """
     best = dict.fromkeys(AXES, 1)
     for view in (MAIN, *views):
         left = len(ranks) // best["pp"]
         for axis in (axis for axis in view.axes if axis.name != view.rest):
-            most = wanted.get(axis.name, best.get(axis.follows, 1))
-            options = (best | {axis.name: degree} for degree in divisors(left) if degree <= most)
+            limit = wanted.get(axis.name, best.get(axis.follows, 1))
+            options = (best | {axis.name: degree} for degree in divisors(left) if degree <= limit)
             best = [degrees for degrees in options if shape is None or problem_of(shape, degrees) is None][-1]
             left //= best[axis.name]
         if view is MAIN:
@@ -432,7 +431,7 @@ def _fitted(
     shape: ModuleShape | None,
     views: Sequence[View],
 ) -> Layout:
-    """The layout of these degrees, with those inferred that are missing.
+    """Return the layout of these degrees, and of missing ones as inferred from the ranks.
 
     Raises:
         LayoutProblem: degrees and ranks do not fit each other or the world.
@@ -454,15 +453,21 @@ def _fitted(
 
 
 def _followers(view: View, degrees: Mapping[str, int], stage: int, counts: Mapping[Split, int]) -> dict[str, int]:
-    """Degrees of the axes of a view that are missing and follow another one: its degree, but at most the count of what
-    the axis splits, and a divisor of the ranks of a `stage`. If the axis of samples is given, what the others leave.
+    """Return the degrees of a view's axes, and infer those of axes that follow another axis: the same degree, but at
+    most the count of what the axis splits, and a divisor of the ranks of a `stage`. If the axis of samples has a
+    degree, the inferred axis takes all ranks that are left.
     """
-    found = {axis: degrees[axis] for axis in view.names if axis in degrees}
-    for axis in (axis for axis in view.axes if axis.follows and axis.name not in degrees):
-        left = stage // prod(found.values())
-        most = min(degrees.get(axis.follows, 1), counts.get(axis.splits, left))
-        found[axis.name] = left if view.rest in found else max(n for n in divisors(left) if n <= most)
-    return found
+    result = {axis: degrees[axis] for axis in view.names if axis in degrees}
+    for axis in view.axes:
+        if not axis.follows or axis.name in degrees:
+            continue
+        left = stage // prod(result.values())
+        if view.rest in result:
+            result[axis.name] = left
+        else:
+            limit = min(degrees.get(axis.follows, 1), counts.get(axis.splits, left))
+            result[axis.name] = max(n for n in divisors(left) if n <= limit)
+    return result
 
 
 def _main_ranks(degrees: Mapping[str, int]) -> int:
@@ -471,8 +476,8 @@ def _main_ranks(degrees: Mapping[str, int]) -> int:
 
 
 def _misfit(degrees: Mapping[str, int], ranks: Sequence[int], views: Sequence[View]) -> LayoutProblem | None:
-    """Return why these degrees do not fit the ranks; None if they do. Axes of samples whose degrees are not given take
-    the ranks that are left.
+    """Return why these degrees do not fit the ranks; None if they do. An axis of samples without a degree takes the
+    ranks that are left.
     """
     size, needed = len(ranks), _main_ranks(degrees)
     found = f"degrees that multiply to {needed} on {size} ranks"
@@ -483,20 +488,20 @@ def _misfit(degrees: Mapping[str, int], ranks: Sequence[int], views: Sequence[Vi
         return LayoutProblem(f"{found} ({format_ranks(ranks)})", f"a divisor of {size}", why)
     stage = size // degrees.get("pp", 1)
     for view in views:
-        own = {axis: degrees[axis] for axis in view.names if axis in degrees}
+        given = {axis: degrees[axis] for axis in view.names if axis in degrees}
         # An axis that follows another one takes what is left.
-        is_all = view.rest in own and all(axis.name in own for axis in view.axes if axis.follows)
-        if stage % prod(own.values()) or (is_all and prod(own.values()) != stage):
-            given = ",".join(f"{axis}:{n}" for axis, n in own.items())
+        is_all = view.rest in given and all(axis.name in given for axis in view.axes if axis.follows)
+        if stage % prod(given.values()) or (is_all and prod(given.values()) != stage):
+            given_text = ",".join(f"{axis}:{n}" for axis, n in given.items())
             expected = f"degrees that multiply to {stage}" if is_all else f"a divisor of {stage}"
-            why = f"{', '.join(view.names)} number the {stage} ranks of a pipeline stage once more"
-            return LayoutProblem(f"{given} on {stage} ranks", expected, why, next(iter(own)))
+            why = f"{', '.join(view.names)} divide the same {stage} ranks of a pipeline stage"
+            return LayoutProblem(f"{given_text} on {stage} ranks", expected, why, next(iter(given)))
     return None
 
 
 def _indices(position: int, degrees: Mapping[str, int]) -> dict[str, int]:
-    """The index along each axis, from the fastest to the slowest, of the rank at `position`."""
-    found: dict[str, int] = {}
+    """Return the index of the rank at `position` along each axis, from the fastest to the slowest."""
+    indices: dict[str, int] = {}
     for axis, degree in degrees.items():
-        position, found[axis] = divmod(position, degree)
-    return found
+        position, indices[axis] = divmod(position, degree)
+    return indices

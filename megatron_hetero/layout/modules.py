@@ -1,4 +1,4 @@
-"""Checks of the layouts of all modules: none is missing, each suits its module, and every rank has work. Pure."""
+"""Checks the layouts of all modules: none is missing, each suits its module, and every rank has work. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megatron_hetero.layout.layout import Layout, advice, closest_layout, unfit
 def resolve(
     texts: Mapping[str, str], modules: Mapping[str, ModuleShape], world_size: int, *, flags: bool = False
 ) -> dict[str, Layout]:
-    """A checked layout for every module: from `texts`, or else ``dp`` over the world. `flags`: whether errors name
-    command-line flags, as for `Layout.parse`.
+    """Return a checked layout for every module: from `texts`, or else ``dp`` over the world. `flags`: whether errors
+    name command-line flags, as for `Layout.parse`.
 
     Raises:
         UserError: a module is unknown; see also `Layout.parse` and `validate`.
@@ -62,7 +62,7 @@ def _require_all_covered(
     idle = sorted(set(range(world_size)).difference(*(layout.ranks for layout in layouts.values())))
     if not idle:
         return
-    # The text module has most use for more ranks.
+    # The text module gains the most from more ranks.
     name = next((n for n, shape in modules.items() if shape.kind == "text"), next(iter(modules)))
     ranks, shape = tuple(sorted({*layouts[name].ranks, *idle})), modules[name]
     wider = closest_layout(layouts[name].stated, ranks, shape, shape.views)

@@ -37,7 +37,7 @@ class PipelineStage:
 
     @classmethod
     def whole(cls, layers: int) -> PipelineStage:
-        """The stage of a module without pipeline parallelism."""
+        """Return the stage of a module without pipeline parallelism."""
         return cls(0, layers, True, True)
 
     @property
@@ -49,7 +49,7 @@ class PipelineStage:
         return f"layers {self.first}" if len(self.layers) == 1 else f"layers {self.first}-{self.last - 1}"
 
     def global_name(self, parameter: str) -> str:
-        """The name of a parameter in the whole module: models number the layers of their own stage from 0."""
+        """Return the name of a parameter in the whole module: the model of a stage numbers its layers from 0."""
         if not parameter.startswith(LAYERS):
             return parameter
         number, _, rest = parameter.removeprefix(LAYERS).partition(".")
@@ -65,14 +65,15 @@ def cut_stages(
     costs: Sequence[float] | None = None,
     module: str = "text",
 ) -> tuple[PipelineStage, ...]:
-    """The `pp * per_rank` stages of a module with `layers` layers, in order. `split`: layers of each stage; by default
-    even in the `costs` of layers, which are equal by default. Raises `UserError`, which names the module and the flag.
+    """Return the `pp * per_rank` stages of a module with `layers` layers, in order. `split`: layers of each stage; by
+    default stages of even cost, by the `costs` of layers, which are equal by default. Raises `UserError`, which names
+    the module and the flag.
     """
     assert pp > 1 or per_rank == 1, "virtual stages need pipeline ranks"
     assert costs is None or len(costs) == layers, "each layer has a cost"
     count = pp * per_rank
     if layers < count:
-        where, because = f"{module} stages (--{module}-parallel, axis pp)", "each pipeline stage has a layer or more"
+        where, because = f"{module} stages (--{module}-parallel, axis pp)", "each pipeline stage has at least one layer"
         found = f"{layers} layers for {count} stages (pp:{pp}, {per_rank} per rank)"
         fix = "lower pp or the stages per rank"
         raise UserError.at(where, found=found, expected=f"at most {layers} stages", because=because, fix=fix)
@@ -87,20 +88,20 @@ def cut_stages(
 
 
 def stages_of_rank(stages: Sequence[PipelineStage], pp_rank: int, pp: int) -> tuple[PipelineStage, ...]:
-    """The stages of a pipeline rank, in order."""
+    """Return the stages of a pipeline rank, in order."""
     return tuple(stages[pp_rank::pp])
 
 
 def stage_of(stages: Sequence[PipelineStage], layer: int) -> int:
-    """The number of the stage with a layer."""
+    """Return the number of the stage that has a layer."""
     return next(number for number, stage in enumerate(stages) if layer in stage.layers)
 
 
 def even_split(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage, which differ by one at most.
+    """Return the number of layers of each stage; they differ by one at most.
 
     Remaining layers go to the stages between the first and the last, from the front, then to the first, which needs
-    most memory; never to the last, which computes head and loss (or the merger) too and would slow down the pipeline.
+    the most memory; never to the last, which also computes head and loss (or the merger) and would slow the pipeline.
     """
     each, left = divmod(layers, stages)
     order = [*range(1, stages - 1), 0]
@@ -109,12 +110,16 @@ def even_split(layers: int, stages: int) -> tuple[int, ...]:
 
 @lru_cache
 def split_by_cost(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
-    """Layers of each stage, of which the costliest costs as little as can be, then the next one, and so on. Of several
-    such splits the one whose stages end nearest to those of `even_split`, which it is for equal costs.
+    """Return the layers of each stage, so that the costliest stage costs as little as possible, then the next one, and
+    so on. Of several such splits, return the one whose stages end nearest to those of `even_split`; it is equal to that
+    for equal costs.
     """
+    # In integers, sums of equal costs are equal.
     exact = [*map(Fraction, costs)]
-    unit = lcm(*(cost.denominator for cost in exact))  # In integers sums of equal costs are equal.
+    unit = lcm(*(cost.denominator for cost in exact))
     before = [*accumulate((int(cost * unit) for cost in exact), initial=0)]
+    # By number of layers, the best split so far: costs in descending order, distance to the even split, layers by
+    # stage.
     best: dict[int, tuple[list[int], int, tuple[int, ...]]] = {0: ([], 0, ())}
     for left, even in zip(reversed(range(stages)), accumulate(even_split(len(costs), stages)), strict=True):
         best = {

@@ -290,10 +290,10 @@ def test_an_estimate_is_what_a_step_takes(case: Case, folders: Folders) -> None:
         for name in boundary.directions if of_rank is not None else ():
             directions = [d for d in (getattr(plan, name) for plan in plans) if d]
             received, sent = (
-                int(boundary.of_step(name, count)[of_rank])
+                int(boundary.in_step(name, count)[..., of_rank].sum())
                 for count in (lambda traffic: traffic.received, lambda traffic: traffic.sent)
             )
-            exchanges = boundary.of_step(name, lambda traffic: len(traffic.stages))
+            exchanges = boundary.in_step(name, lambda traffic: len(traffic.phases))
             assert _rows(directions) == (received, sent, exchanges), name
 
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_hetero.estimate.delta_blocks import META, abridged, measured_rule
-from megatron_hetero.estimate.measured import Memory, PartBytes
+from megatron_hetero.estimate.allocations import META, Memory, SubmoduleBytes, abridged, measured_rule
 from megatron_hetero.models.layers.chunks import blocks_of, chunk_length
 from megatron_hetero.models.layers.delta_kernels import fla_rule
 from megatron_hetero.models.layers.delta_rule import delta_rule
@@ -22,7 +21,7 @@ from tests.fake_cuda.packages import rule_of
 LENGTHS = [(5000,), (20000, 3, 9000), (700,) * 40, (1, 2, 3), (8192,) * 4, (64, 4096, 4097)]
 
 
-def _measured(rule: Any, lengths: tuple[int, ...], heads: tuple[int, int], dtype: torch.dtype) -> PartBytes:
+def _measured(rule: Any, lengths: tuple[int, ...], heads: tuple[int, int], dtype: torch.dtype) -> SubmoduleBytes:
     (h, H), n = heads, sum(lengths)
 
     def inputs(*shape: int, of: torch.dtype = dtype) -> Tensor:

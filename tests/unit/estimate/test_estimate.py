@@ -48,9 +48,9 @@ def test_stages_hold_the_whole_model_once(make_plan: MakePlan) -> None:
 
 def test_every_rank_is_of_one_kind(make_plan: MakePlan) -> None:
     plan = make_plan(12, "sp:2,dp:2@0-3", "tp:2,pp:2,dp:2@4-11")
-    ranks = np.concatenate([ranks for _, ranks, _ in plan.kinds_of_ranks])
+    ranks = np.concatenate([ranks for _, ranks, _ in plan.equal_ranks])
     assert sorted(ranks.tolist()) == list(range(12))
-    for _, alike, row in plan.kinds_of_ranks:
+    for _, alike, row in plan.equal_ranks:
         assert (np.hstack([plan.memory, plan.allowance])[alike] == row).all()
 
 

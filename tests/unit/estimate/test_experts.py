@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 
 from megatron_hetero.config.schema import load_config
+from megatron_hetero.estimate.allocations import SubmoduleBytes
 from megatron_hetero.estimate.estimate import KINDS, Estimate
 from megatron_hetero.estimate.experts import experts_of_ranks
-from megatron_hetero.estimate.measured import Measured, ModulePart, PartBytes, measure
+from megatron_hetero.estimate.measured import Measured, Submodule, measure
 from megatron_hetero.estimate.problems import problems_of
 from megatron_hetero.estimate.report import print_estimate
 from megatron_hetero.estimate.search import experts_over_more_ranks, find_fitting, planned
 from megatron_hetero.estimate.shards import SequenceShard
 
 MakeMoe = Callable[..., Estimate]
-DENSE, SPARSE = ModulePart("layer", 0), ModulePart("layer", 1)
+DENSE, SPARSE = Submodule("layer", 0), Submodule("layer", 1)
 EXPERT = 3 * 2048 * 768
 """Elements of an expert."""
 
@@ -41,8 +42,8 @@ def make_moe(moe_folder: Path) -> MakeMoe:
 
 
 def measured(
-    plan: Estimate, part: ModulePart = SPARSE, imbalance: float = 1.5, compiled: bool = False, **settings: Any
-) -> PartBytes:
+    plan: Estimate, part: Submodule = SPARSE, imbalance: float = 1.5, compiled: bool = False, **settings: Any
+) -> SubmoduleBytes:
     """Memory of a layer of the text module with other settings, for a pack of 4,096 tokens."""
     module = replace(plan.job.text, settings=replace(plan.job.text.settings, **settings), compiled=compiled)
     layout, tokens = module.layout, 4096 // (module.layout.sp * module.layout.cp)

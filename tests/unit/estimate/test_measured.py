@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.estimate import measured
-from megatron_hetero.estimate.measured import FIRST, LAST, Measured, ModulePart, flash_workspace, measure
+from megatron_hetero.estimate.allocations import flash_workspace
+from megatron_hetero.estimate.measured import FIRST, LAST, Measured, Submodule, measure
 from megatron_hetero.estimate.shards import SequenceShard
 from megatron_hetero.job.job import JobSpec
 
@@ -62,7 +63,7 @@ def shard_of(tokens: int, measured: Measured, supervised: int = 0) -> SequenceSh
 def test_a_layer_takes_twice_as_much_for_twice_as_many_tokens(family: str, flags: str, make: Make) -> None:
     layout, _, more = flags.partition(" ")
     module = make(family, layout, more, gpu="float32" not in more)
-    found = [measure(module, ModulePart("layer", 3), shard_of(tokens, module)) for tokens in (2048, 4096)]
+    found = [measure(module, Submodule("layer", 3), shard_of(tokens, module)) for tokens in (2048, 4096)]
     assert found[1].saved == pytest.approx(2 * found[0].saved, rel=1e-3)
     row = module.shape.hidden * module.module.dtype.itemsize
     assert found[1].passed == 2 * found[0].passed == shard_of(4096, module).local * row
@@ -77,19 +78,19 @@ def test_what_a_setting_is_for_shows(make: Make) -> None:
         "selective": make("qwen3_vl", "tp:4", f"{WHOLE} --text-recompute selective"),
         "chunks": make("qwen3_vl", "tp:4", f"{WHOLE} --text-chunk 512"),
     }
-    whole = measure(usual, ModulePart("layer", 0), shard_of(4096, usual)).saved
+    whole = measure(usual, Submodule("layer", 0), shard_of(4096, usual)).saved
     for name, module in others.items():
-        assert measure(module, ModulePart("layer", 0), shard_of(4096, module)).saved < 0.9 * whole, name
+        assert measure(module, Submodule("layer", 0), shard_of(4096, module)).saved < 0.9 * whole, name
 
 
 def test_what_is_recomputed_as_a_whole_and_layers_that_are_alike_are_measured_once(make: Make) -> None:
     module = make("qwen2_5_vl")
-    first = measure(module, ModulePart("layer", 0), shard_of(128, module))
+    first = measure(module, Submodule("layer", 0), shard_of(128, module))
     before = measured._measured.cache_info().misses
     for recompute in ("full", 3):
         given = make("qwen2_5_vl", "dp:1", f"--text-recompute {recompute}")
         for layer in range(module.shape.layers):
-            assert measure(given, ModulePart("layer", layer), shard_of(128, module)) is first
+            assert measure(given, Submodule("layer", layer), shard_of(128, module)) is first
     assert measured._measured.cache_info().misses == before
 
 
@@ -109,7 +110,7 @@ def test_the_ends_of_the_text_module(make: Make) -> None:
 def test_the_workspace_of_attention_is_that_of_its_windows(make: Make) -> None:
     """Here MLPs are so narrow that a layer's backward pass peaks in attention."""
     module = make("qwen2_5_vl", name="vision")
-    windowed, full = (measure(module, ModulePart("layer", layer), shard_of(16384, module)) for layer in (0, 7))
+    windowed, full = (measure(module, Submodule("layer", layer), shard_of(16384, module)) for layer in (0, 7))
     assert windowed.saved == pytest.approx(full.saved, rel=1e-3)
     more = flash_workspace(16384, 16384, 256, 16, 16, 80) - flash_workspace(16384, 16384, 1, 16, 16, 80)
     assert windowed.backward - full.backward == more > 0
@@ -134,10 +135,10 @@ def test_adapters_of_a_layer(make: Make) -> None:
     flags |= {"wide": "--text-lora.r 64 --text-lora.patterns.*.layers.[0-3].*.r 8"}
     flags |= {"dropped": f"{lora} --text-lora.dropout 0.1"}
     modules = {name: make("qwen2_5_vl", "tp:4", f"{WHOLE} {more}") for name, more in flags.items()}
-    found = {name: measure(each, ModulePart("layer", 5), shard_of(tokens, each)) for name, each in modules.items()}
+    found = {name: measure(each, Submodule("layer", 5), shard_of(tokens, each)) for name, each in modules.items()}
     saved = {name: each.saved for name, each in found.items()}
     assert saved["some"] - saved["frozen"] == 2 * tokens * (hidden + 8)
     assert saved["all"] - saved["full"] == 2 * tokens * 7 * 8 and saved["wide"] - saved["full"] == 2 * tokens * 7 * 64
     assert saved["dropped"] - saved["all"] == 4 * tokens * 4
-    assert measured._first_alike(modules["wide"]) == (*[0] * 4, *[4] * 12)
-    assert set(measured._first_alike(modules["all"])) == {0}
+    assert measured._first_equal(modules["wide"]) == (*[0] * 4, *[4] * 12)
+    assert set(measured._first_equal(modules["all"])) == {0}

@@ -6,9 +6,9 @@ import pytest
 
 from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.config.optimizers import OPTIMIZERS, PrecisionConfig
-from megatron_hetero.estimate.communicator_memory import NVLS_BYTES, PEER_BYTES, RING_BYTES, bytes_by_rank, kind_bytes
+from megatron_hetero.estimate.allocations import SubmoduleBytes, flash_workspace
+from megatron_hetero.estimate.allowance import NVLS_BYTES, PEER_BYTES, RING_BYTES, bytes_by_rank, kind_bytes
 from megatron_hetero.estimate.lifetimes import StageBytes, combined
-from megatron_hetero.estimate.measured import PartBytes, flash_workspace
 from megatron_hetero.estimate.parameters import Parameter, parameter_bytes
 from megatron_hetero.estimate.traffic import traffic_of
 from megatron_hetero.layout.communicators import communicators
@@ -73,13 +73,14 @@ def test_traffic_is_that_of_each_ranks_plan(world: int, vision: str, text: str, 
         for i, rank in enumerate(traffic.ranks.tolist()):
             direction = getattr(boundary.rank(rank), name)
             assert (traffic.held[i], traffic.needed[i]) == (direction.held, direction.needed)
-            assert (traffic.received[i], traffic.sent[i]) == (received_rows(direction), sent_rows(direction))
+            received, sent = traffic.received[:, i], traffic.sent[:, i]
+            assert (received.sum(), sent.sum()) == (received_rows(direction), sent_rows(direction))
             assert traffic.kept[i] == len(direction.local_from)
-            for stage in traffic.stages:
-                exchange = direction.exchange(stage.stage)
-                assert (stage.send[i], stage.receive[i]) == (len(exchange.send), len(exchange.receive))
+            for number, phase in enumerate(traffic.phases):
+                exchange = direction.exchange(phase)
+                assert (sent[number], received[number]) == (len(exchange.send), len(exchange.receive))
         moves = [move for move in boundary.moves() if move.direction == name]
-        assert traffic.pairs == len(moves)
+        assert traffic.messages == len(moves)
 
 
 def test_memory_of_communicators() -> None:
@@ -103,7 +104,7 @@ def test_memory_of_communicators() -> None:
     assert bytes_by_rank((), 1).tolist() == [0], "a rank alone has no communicator"
 
 
-LAYERS = [[PartBytes(10, 1)], [PartBytes(30)], [PartBytes(20, 2, again=100)], [PartBytes(5)]]
+LAYERS = [[SubmoduleBytes(10, 1)], [SubmoduleBytes(30)], [SubmoduleBytes(20, 2, again=100)], [SubmoduleBytes(5)]]
 
 
 def bytes_of(saved: int, passing: int, again: int, host: int) -> StageBytes:
@@ -125,8 +126,12 @@ def test_layers_that_are_offloaded_are_on_the_device_two_at_a_time() -> None:
 
 def test_workspace_is_that_of_the_part_that_takes_most_with_what_is_kept_then() -> None:
     """Backward the second layer has most: 10 and 20 are there, 30 more for its time, when 5 and 7 are gone."""
-    layers = [[PartBytes(10, forward=3, backward=20)], [PartBytes(20, forward=8, backward=30)], [PartBytes(5)]]
-    found = combined(layers, before=[PartBytes(1, 1)], after=[PartBytes(7, forward=9, backward=4)])
+    layers = [
+        [SubmoduleBytes(10, forward=3, backward=20)],
+        [SubmoduleBytes(20, forward=8, backward=30)],
+        [SubmoduleBytes(5)],
+    ]
+    found = combined(layers, before=[SubmoduleBytes(1, 1)], after=[SubmoduleBytes(7, forward=9, backward=4)])
     assert (found.saved, found.forward, found.backward) == (43, 9, 30 - 12)
     assert combined(layers).backward == 30 - 5
 

@@ -23,6 +23,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.modules import ModuleConfig
 from megatron_hetero.estimate import measured
+from megatron_hetero.estimate.allocations import META
 from megatron_hetero.estimate.shards import SequenceShard
 from megatron_hetero.groups.megatron import ModuleGroups, prepare, prepare_globals, without_processes
 from megatron_hetero.groups.platform import CPU, Platform
@@ -257,11 +258,11 @@ def test_plans_measure_the_kernel_for_the_head_of_a_layer(head_dim: int, flash: 
     alone = measured.Measured.of(job, gpu=True, imbalance=1)
     assert shape.rotary.width == head_dim // 2
     for number in (0, 1):
-        with without_processes(measured.META):
-            built = measured._built(alone, measured.ModulePart("layer", number))
+        with without_processes(META):
+            built = measured._built(alone, measured.Submodule("layer", number))
         assert (built.layers[0].self_attention.core_attention.kernel is torch_flash) == flash
     shard = SequenceShard(512, 512, 512, 512, ((512, 512),), (), 0)
-    plain, gated = (measured.measure(alone, measured.ModulePart("layer", number), shard).saved for number in (0, 1))
+    plain, gated = (measured.measure(alone, measured.Submodule("layer", number), shard).saved for number in (0, 1))
     assert gated - plain == 2 * 512 * 4 * head_dim * 2, "the sigmoid of the gate, and what it multiplies"
 
 

@@ -1,0 +1,72 @@
+"""The time of work, in operations of one rank: the one cost model of `--plan`. Pure.
+
+A forward pass takes the operations of its matrix products and attention. A backward pass takes those of the gradients
+of inputs and of weights, where they are computed, and of the forward pass of fully recomputed layers and of encoders
+that take several calls for a micro-batch. Selective recomputation repeats no matrix product and costs nothing; chunked
+MLPs recompute their first product. Experts take what they do on the rank whose experts get the most tokens. Where
+activations are copied to the host, work takes at least the operations that fit in the time of the copies beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from megatron_hetero.estimate.experts import operations_above_mean, tokens_of
+from megatron_hetero.estimate.shards import AssumedBatch
+from megatron_hetero.job.module import ModuleJob
+from megatron_hetero.layout.names import TEXT
+from megatron_hetero.models.layers.parts import FORWARD, Tokens
+from megatron_hetero.schedule.simulator import DurationKey
+
+COPIED = 8000
+"""Operations per byte copied to or from the host: some 400 TFLOP/s and 50 GB/s on H100, half of both on A100."""
+
+
+def module_durations(
+    assumed: AssumedBatch, module: ModuleJob, host_bytes: Sequence[int], *, several_calls: bool
+) -> dict[DurationKey, float]:
+    """Return the operations of one rank in a micro-batch by module, kind of work and stage.
+
+    `host_bytes`: bytes copied to the host, and back, by stage. `several_calls`: whether the module takes several calls
+    for a micro-batch.
+    """
+    job, name, layout = assumed.job, module.name, module.layout
+    architecture, recompute = module.shape.architecture, module.recompute
+    passes = job.frozen.passes(name, inputs=module.passes_gradients)
+    forward_saves = not job.schedule.module[name].recomputes
+    tokens, times = _replica_tokens(assumed, name)
+    local_tokens = times * tokens.total / layout.ways("tokens")
+    local_share = times / layout.ways("weights", "tokens")
+    durations = dict[DurationKey, float]()
+    for number, stage in enumerate(module.stages):
+        layers = architecture.layers[stage.first : stage.last]
+        uneven = tokens.total * operations_above_mean(layers, layout, job.config.plan.expert_imbalance)
+        forward = local_share * (architecture.operations(tokens, stage, FORWARD) + uneven)
+        step = local_share * (job.frozen.operations(name, job.shapes, tokens, stage) + uneven * passes.linear)
+        again = forward * recompute.whole_layers(len(stage.layers)) / len(stage.layers)
+        if passes.linear > 1:
+            mlps = (layer.mlp for layer in layers)
+            chunked = (mlp for mlp in mlps if recompute.chunks(math.ceil(tokens_of(mlp, local_tokens, layout))))
+            again += local_tokens * sum(mlp.first_product for mlp in chunked) / layout.ways("weights")
+        if several_calls:
+            again += forward
+        copies = COPIED * host_bytes[number]
+        is_last = number == len(module.stages) - 1
+        durations[name, "F", number] = max(forward, copies if forward_saves else 0)
+        # The last stage of several calls runs again in the backward pass alone.
+        durations[name, "R", number] = 0.0 if several_calls and is_last else max(forward, copies)
+        durations[name, "B", number] = max(step - forward + again, copies)
+    return durations
+
+
+def _replica_tokens(assumed: AssumedBatch, module: str) -> tuple[Tokens, float]:
+    """Return the tokens of a replica's micro-batch: those of the text module, and 1; or those of one image, and how
+    many images the replica with the most has in a micro-batch, averaged over the calls of a step.
+    """
+    if module == TEXT:
+        return Tokens(assumed.lengths, supervised=assumed.sample.supervised * len(assumed.lengths)), 1
+    calls = assumed.calls[module]
+    largest = {n: max(map(len, assumed.encoder_shards(module, n).assigned)) for n in assumed.sizes_of_calls(module)}
+    images = sum(largest[len(call)] for call in calls) / sum(map(len, calls))
+    return assumed.job.shapes.encoders[module].tokens(assumed.sample.sizes[module][:1]), images
