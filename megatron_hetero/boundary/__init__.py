@@ -1,3 +1,3 @@
-"""Boundaries: who holds which rows (ownership), the moves between two ownerships (plan), and their execution
+"""Boundaries: which rank holds which rows (ownership), the moves between two ownerships (plan), and their execution
 (communicator).
 """

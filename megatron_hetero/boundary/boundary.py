@@ -3,8 +3,9 @@
 
 A crossing is a collective in both directions, but autograd goes back only through what it reaches from a loss: a rank
 without a loss, or whose loss uses no row, would leave the others waiting. `micro_batch` therefore ends the graph at
-each crossing. Backward passes inside it accumulate the gradients of the rows that arrived; at its end all crossings go
-back on all ranks, the last one first, and each continues into the module that computed its rows.
+each crossing. Backward passes inside it accumulate the gradients of the rows that arrived. At its end the gradients of
+all crossings return on all ranks, the last crossing first, and are back-propagated through the module that computed the
+rows.
 """
 
 from __future__ import annotations
@@ -39,26 +40,31 @@ from megatron_hetero.layout.graph import Edge, as_edge
 from megatron_hetero.layout.layout import Layout
 
 PADDING = -1
-"""The id of a row that is held and does not cross."""
+"""The id of a held row that does not cross."""
 Ids = Sequence[int] | np.ndarray | Tensor
 
 
-class End(NamedTuple):
-    """The ranks at one end of a boundary. `module`, `layout`: of which no two replicas may have a row, if given."""
+class BoundaryEnd(NamedTuple):
+    """The ranks at one end of a boundary, and their module with its layout, if known: no two of its replicas may have
+    the same row.
+    """
 
     ranks: Sequence[int]
     module: str = ""
     layout: Layout | None = None
 
 
-def ends_of(topology: Topology, edge: Edge) -> tuple[End, End]:
-    """The ends that rows leave and enter."""
+def ends_of(topology: Topology, edge: Edge) -> tuple[BoundaryEnd, BoundaryEnd]:
+    """Return the end that rows leave, and the end that they enter."""
     source, target = topology.layouts[edge.source], topology.layouts[edge.target]
-    return End(edge.source_ranks(source), edge.source, source), End(edge.target_ranks(target), edge.target, target)
+    return (
+        BoundaryEnd(edge.source_ranks(source), edge.source, source),
+        BoundaryEnd(edge.target_ranks(target), edge.target, target),
+    )
 
 
 class Rows(NamedTuple):
-    """What a rank holds and needs of the rows of a crossing, or how many rows all samples have, see `Boundary.plan`."""
+    """The rows that a rank holds and needs in a crossing, or the numbers that they follow from, see `Boundary.plan`."""
 
     held: Ids = ()
     needed: Ids = ()
@@ -67,13 +73,13 @@ class Rows(NamedTuple):
     rows_per_sample: int | Sequence[int] | np.ndarray | Tensor | None = None
 
     def counted(self, topology: Topology, edge: Edge) -> Rows:
-        """Fill in the ids that follow from `samples` and `rows_per_sample`, if given. Raises `UserError`."""
+        """Return the rows with the ids given by `samples` and `rows_per_sample`, if given. Raises `UserError`."""
         if self.samples is None and self.rows_per_sample is None:
             return self
         where = f"boundary {edge} on rank {topology.rank}: samples"
         ends = ends_of(topology, edge)
         if split := [end for end in ends if end.layout and end.layout.ways("tokens") > 1]:
-            because, fix = "its rows are those of a rank's own tokens", "give the ids of rows, `held` and `needed`"
+            because, fix = "each rank has the rows of its local tokens", "give the ids of rows, `held` and `needed`"
             found = f"`{split[0].module}` with {split[0].layout}"
             raise UserError.at(where, found=found, expected="no sp and no cp", because=because, fix=fix)
         samples, counts = self.samples, _array(self.rows_per_sample)
@@ -86,15 +92,15 @@ class Rows(NamedTuple):
             raise UserError.at(where, found=found, expected=expected, fix=fix)
         starts = [0, *accumulate(np.broadcast_to(counts, samples).tolist())]
         held, needed = (
-            range(starts[own.start], starts[own.stop]) if topology.rank in ranks else ()
+            range(starts[shard.start], starts[shard.stop]) if topology.rank in ranks else ()
             for ranks, module, _ in ends
-            for own in [topology.shard(module, range(samples))]
+            for shard in [topology.shard(module, range(samples))]
         )
         return Rows(held, needed, self.gradient, samples, counts.tolist())
 
 
 class RowIds(NamedTuple):
-    """Checked `Rows`, int64. `counts`: what they follow from, if they do."""
+    """Checked `Rows`, int64. `counts`: the numbers that they follow from, as text, or "none"."""
 
     held: np.ndarray
     needed: np.ndarray
@@ -114,17 +120,17 @@ class RowIds(NamedTuple):
 
 
 def ownerships_of(
-    boundary: str, ranks: Sequence[int], rows: Sequence[RowIds], ends: Sequence[End] | None = None
+    boundary: str, ranks: Sequence[int], rows: Sequence[RowIds], ends: Sequence[BoundaryEnd] | None = None
 ) -> tuple[Ownership, Ownership]:
-    """Find who holds and who needs the rows of a crossing, from the rows of each rank of its boundary. Rows are
-    numbered from 0 in the order of their ids, padding after them. `ends`: default: all ranks. Raises `UserError`, see
-    `Boundary.plan`.
+    """Return which ranks hold and which need the rows of a crossing, from the rows of each rank of its boundary. Rows
+    are numbered from 0 in the order of their ids, padding after them. `ends`: by default all ranks. Raises `UserError`,
+    see `Boundary.plan`.
     """
-    source, target = ends or (End(ranks), End(ranks))
-    if rows[0].gradient == "partial":  # Samples of several replicas may share a picture: each has a part.
-        target = End(target.ranks)
+    source, target = ends or (BoundaryEnd(ranks), BoundaryEnd(ranks))
+    if rows[0].gradient == "partial":  # Samples of several replicas may share a picture: each has a partial gradient.
+        target = BoundaryEnd(target.ranks)
     facts = [{"gradient": each.gradient, "samples, rows_per_sample": each.counts} for each in rows]
-    require_alike(f"boundary {boundary}", facts, ranks, "plan it alike on all ranks")
+    require_alike(f"boundary {boundary}", facts, ranks, "plan it equally on all ranks")
     numbers = np.unique(np.concatenate([np.zeros(0, np.int64), *(each.held[each.held != PADDING] for each in rows)]))
     held, needed = dict[int, np.ndarray](), dict[int, np.ndarray]()
     for rank, each in zip(ranks, rows, strict=True):
@@ -142,7 +148,7 @@ def ownerships_of(
     holders = _grouped(boundary, "held", source, held, numbers)
     needing = _grouped(boundary, "needed", target, needed, numbers)
     first = len(numbers)
-    for group, ids in holders.items():  # Padding rows have numbers of their own, which nobody needs.
+    for group, ids in holders.items():  # Padding rows have further numbers, which no rank needs.
         padding = ids == PADDING
         holders[group] = np.where(padding, first - 1 + np.cumsum(padding), ids)
         first += int(padding.sum())
@@ -150,7 +156,7 @@ def ownerships_of(
 
 
 def _array(values: Any) -> np.ndarray:
-    """A copy on the host; of an object where it is none of numbers: ragged lists, dtypes that NumPy lacks."""
+    """Return an array on the host; an array of dtype object for what is no array of numbers, such as ragged lists."""
     try:
         return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
     except (TypeError, ValueError, RuntimeError):
@@ -158,44 +164,45 @@ def _array(values: Any) -> np.ndarray:
 
 
 def _ids(what: str, values: Any, least: int = 0) -> np.ndarray:
-    """Return the ids as an array, each once but for `PADDING`. Raises `UserError`."""
-    found = _array(values)
-    if found.size == 0:
+    """Check ids, which are distinct except for `PADDING`, and return them as an array. Raises `UserError`."""
+    ids = _array(values)
+    if ids.size == 0:
         return np.zeros(0, np.int64)
-    if found.ndim != 1 or found.dtype.kind not in "iu" or int(found.max()) >= 1 << 63:
-        shown = f"{found.dtype} of shape {found.shape}" if found.ndim else f"a {type(values).__name__}"
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or int(ids.max()) >= 1 << 63:
+        shown = f"{ids.dtype} of shape {ids.shape}" if ids.ndim else f"a {type(values).__name__}"
         raise UserError.at(what, found=shown, expected="int64 of shape [rows]", fix="give the ids of rows")
-    if int(found.min()) < least:
+    if int(ids.min()) < least:
         expected = f"ids from 0{', or -1 of rows that do not cross' if least < 0 else ''}"
-        raise UserError.at(what, found=f"row {found.min()}", expected=expected, fix="give the ids of rows")
-    ids, counts = np.unique(found[found != PADDING], return_counts=True)
+        raise UserError.at(what, found=f"row {ids.min()}", expected=expected, fix="give the ids of rows")
+    distinct, counts = np.unique(ids[ids != PADDING], return_counts=True)
     if counts.max(initial=0) > 1:
-        twice = ids[counts > 1][0]
+        twice = distinct[counts > 1][0]
         raise UserError.at(what, found=f"row {twice} twice", expected="each row once", fix="index what arrives instead")
-    return found.astype(np.int64)
+    return ids.astype(np.int64)
 
 
 def _grouped(
-    boundary: str, what: str, end: End, rows: Mapping[int, np.ndarray], numbers: np.ndarray
+    boundary: str, what: str, end: BoundaryEnd, rows: Mapping[int, np.ndarray], numbers: np.ndarray
 ) -> dict[tuple[int, ...], np.ndarray]:
     """Group ranks that have the same rows in the same order. Raises `UserError` if two groups, or replicas, share a
     row.
     """
-    by_rows, where = dict[bytes, list[int]](), f"boundary {boundary}: {what}"
+    ranks_by_rows, where = dict[bytes, list[int]](), f"boundary {boundary}: {what}"
     for rank in end.ranks:
-        mine = rows[rank]
-        by_rows.setdefault(mine.tobytes() if len(mine) else b"of rank %d" % rank, []).append(rank)
+        # Ranks without rows are groups of their own.
+        key = rows[rank].tobytes() if len(rows[rank]) else b"no rows of rank %d" % rank
+        ranks_by_rows.setdefault(key, []).append(rank)
+    replica_of = end.layout.replica_of if end.layout else lambda _: 0
     owner = np.full(len(numbers), -1, np.int64)
-    for ranks in by_rows.values():
-        mine = rows[ranks[0]][rows[ranks[0]] != PADDING]
-        taken = mine[owner[mine] >= 0]
-        others = [int(owner[taken[0]])] if len(taken) else ranks[1:] if len(mine) else []
-        replicas = end.layout.replica_of if end.layout else lambda _: 0
-        if apart := [rank for rank in others if replicas(rank) != replicas(ranks[0])]:
+    for ranks in ranks_by_rows.values():
+        local = rows[ranks[0]][rows[ranks[0]] != PADDING]
+        taken = local[owner[local] >= 0]
+        others = [int(owner[taken[0]])] if len(taken) else ranks[1:] if len(local) else []
+        if apart := [rank for rank in others if replica_of(rank) != replica_of(ranks[0])]:
             first, last = sorted((apart[0], ranks[0]))
-            row, expected = numbers[(taken if len(taken) else mine)[0]], "each row in one replica"
+            row, expected = numbers[(taken if len(taken) else local)[0]], "each row in one replica"
             found = f"row {row} on ranks {first} and {last}, in two replicas of `{end.module}`"
-            because = "its gradient would count twice" if what == "held" else "one replica's gradient alone returns"
+            because = "its gradient would count twice" if what == "held" else "only one replica's gradient returns"
             shared = ', or `gradient="partial"` if their samples differ and share a picture' * (what == "needed")
             fix = f'give each replica its own samples, `topology.shard("{end.module}", samples)`{shared}'
             raise UserError.at(where, found=found, expected=expected, because=because, fix=fix)
@@ -205,12 +212,12 @@ def _grouped(
             expected = "ranks with a common row to have the same rows in the same order"
             fix = "give such ranks the union of their rows, and index what arrives"
             raise UserError.at(where, found=found, expected=expected, fix=fix)
-        owner[mine] = ranks[0]
-    return {tuple(ranks): rows[ranks[0]] for ranks in by_rows.values()}
+        owner[local] = ranks[0]
+    return {tuple(ranks): rows[ranks[0]] for ranks in ranks_by_rows.values()}
 
 
 class Boundary:
-    """The boundary along one edge, on one of its ranks. Loops of users call `open`."""
+    """The boundary along one edge, on one of its ranks. Training loops call `open`."""
 
     def __init__(
         self,
@@ -230,8 +237,8 @@ class Boundary:
             fix = "add the edge to the graph of `build`, or to `planned` of `Topology.build`"
             raise UserError.at(where, found="an edge that is not planned", expected=expected, because=because, fix=fix)
         if graph := topology.graph:
-            of_edge = len(graph.outputs_of(edge)) * graph.width_of(edge)
-            width, dtype, transport = width or of_edge, dtype or graph.dtype, transport or graph.transport
+            graph_width = len(graph.outputs_of(edge)) * graph.width_of(edge)
+            width, dtype, transport = width or graph_width, dtype or graph.dtype, transport or graph.transport
         if width is None or dtype is None:
             found, expected = f"width {width}, dtype {dtype}", "both, where the topology has no graph"
             raise UserError.at(f"boundary {edge}", found=found, expected=expected, fix="give `width` and `dtype`")
@@ -259,14 +266,22 @@ class Boundary:
         """Open the boundary from module `source` to `target`. A rank that has neither the last stage of `source` nor
         the first one of `target` takes no part: there plans and crossings do nothing, and return no rows.
 
-        The topology was built by `build`, or with the edge in `planned`. `width`: elements of a row;
-        `transport`, `check`: see `BoundaryCommunicator`; without checks gradients of all crossings in grad mode go
-        back, also where no rank's rows require them. Defaults are those of the topology's graph. A plan or crossing
-        that other ranks have not reached after `timeout_s` seconds (by default those of `build`) ends the process with
-        a message; 0: never.
+        The topology was built by `build`, or with the edge in `planned`. Defaults are those of the topology's graph.
+
+        Args:
+            topology: the topology.
+            source: the module that computes the rows.
+            target: the module that they enter.
+            width: elements of a row.
+            dtype: dtype of the rows.
+            transport: see `BoundaryCommunicator`.
+            check: see `BoundaryCommunicator`. Without checks, gradients of all crossings in grad mode return, also
+                where the rows of no rank require them.
+            timeout_s: seconds after which a plan or crossing that other ranks have not reached ends the process with a
+                message; by default those of `build`; 0: never.
 
         Raises:
-            UserError: the topology has no such edge, or no graph that has a default.
+            UserError: the topology has no such edge, or no graph with a default.
         """
         edge = as_edge((source, target), topology.layouts)
         options: Any = {"width": width, "dtype": dtype, "transport": transport, "check": check, "timeout_s": timeout_s}
@@ -282,8 +297,8 @@ class Boundary:
         samples: int | None = None,
         rows_per_sample: int | Sequence[int] | np.ndarray | Tensor | None = None,
     ) -> LoadedPlan:
-        """Plan a crossing from what each rank knows. All ranks of the boundary call it, with their own rows; or, where
-        both modules read their `Topology.shard` of the samples, with the number of samples and of their rows.
+        """Plan a crossing from what each rank knows. All ranks of the boundary call it, with their local rows; or,
+        where both modules read their `Topology.shard` of the samples, with the number of samples and of their rows.
 
             plan = boundary.plan(samples=8, rows_per_sample=9)
 
@@ -294,18 +309,18 @@ class Boundary:
             needed: ids of the rows that this rank needs, in the order in which they arrive.
             gradient: how ranks hold the gradients of rows that several of them need, the same on all ranks.
                 `invariant`: each of them computes the whole gradient, as Megatron's layers do along `tp`, with or
-                without sequence parallelism. `partial`: each computes a part, as ranks do that share the tokens of a
-                sample. Where ranks do both (`tp` with `cp`), let each need the rows of its own tokens only, which makes
-                gradients `invariant`.
+                without sequence parallelism. `partial`: each computes a partial sum, as ranks do that share the tokens
+                of a sample. Where ranks do both (`tp` with `cp`), let each need the rows of its local tokens only,
+                which makes gradients `invariant`.
             samples: the samples of the micro-batch, of all replicas, in place of `held` and `needed`.
             rows_per_sample: the rows of each sample, one number for all or one for each.
 
         Raises:
-            UserError: on all ranks. A row is held or needed twice, or needed and not held; or ranks that hold a common
-                row do not hold the same rows; or replicas hold the same row, or need it and `gradient` is `invariant`,
-                which counts gradients wrongly: it is refused but under `torch.no_grad()`, where the plan is of the
-                forward direction only; or ranks differ in `gradient`, plan different boundaries, or have opened
-                this one differently. On its own rank, at once: amid a backward pass, see `__call__`.
+            UserError: on all ranks, if a row is held or needed twice, or needed and not held; if ranks with a common
+                row do not hold the same rows; if two replicas hold the same row, or need it while `gradient` is
+                `invariant`, which would count gradients wrongly (under `torch.no_grad()` this is allowed, and the plan
+                has a forward direction only); or if ranks differ in `gradient`, plan different boundaries, or have
+                opened this one differently. On the calling rank alone, amid a backward pass, see `__call__`.
         """
         return self.plans([Rows(held, needed, gradient, samples, rows_per_sample)])[0]
 
@@ -313,13 +328,13 @@ class Boundary:
     def plans(self, crossings: Sequence[Rows]) -> list[LoadedPlan]:
         """Plan several crossings, see `plan`, with one exchange between the hosts."""
         require_no_backward(self._micro_batch)
-        mine, name = dist.get_rank(), str(self.edge)
+        rank, name = dist.get_rank(), str(self.edge)
         if self._hosts is None:
-            return [self._load(Ownership.of({(mine,): ()}), Ownership.of({(mine,): ()})) for _ in crossings]
+            return [self._load(Ownership.of({(rank,): ()}), Ownership.of({(rank,): ()})) for _ in crossings]
         terms = {"crossings": str(len(crossings)), **self.communicator.terms}
 
         def ids() -> list[RowIds]:
-            return [RowIds.of(name, mine, rows.counted(self._topology, self.edge)) for rows in crossings]
+            return [RowIds.of(name, rank, rows.counted(self._topology, self.edge)) for rows in crossings]
 
         with self._doing("a plan"):
             everyone = on_every(self._hosts, lambda: (name, terms, torch.is_grad_enabled(), ids()))
@@ -327,9 +342,9 @@ class Boundary:
         ranks = dist.get_process_group_ranks(self._hosts)
         fix = "plan boundaries in one order on all ranks"
         require_alike("plan", [{"boundary": each} for each in names], ranks, fix)
-        fix = "open it alike on all ranks, and give each rank its part of every micro-batch"
+        fix = "open it equally on all ranks, and give each rank its shard of every micro-batch"
         require_alike(f"boundary {name}", facts, ranks, fix)
-        return [self._planned(ranks, of_ranks, any(trains)) for of_ranks in zip(*rows, strict=True)]
+        return [self._planned(ranks, crossing_rows, any(trains)) for crossing_rows in zip(*rows, strict=True)]
 
     def _planned(self, ranks: Sequence[int], rows: Sequence[RowIds], trains: bool) -> LoadedPlan:
         """Plan a crossing from the rows of all ranks."""
@@ -339,8 +354,9 @@ class Boundary:
         except UserError:
             if trains:
                 raise
-        # Where no gradients return replicas may have the same rows.
-        return self._load(*ownerships_of(name, ranks, rows, [End(end.ranks) for end in self._ends]), backward=False)
+        # Where no gradients return, replicas may have the same rows.
+        ends = [BoundaryEnd(end.ranks) for end in self._ends]
+        return self._load(*ownerships_of(name, ranks, rows, ends), backward=False)
 
     def _load(self, source: Ownership, target: Ownership, *, backward: bool = True) -> LoadedPlan:
         plan = plan_boundary(source, target, self.communicator.row_bytes).rank(dist.get_rank(), backward=backward)
@@ -348,11 +364,11 @@ class Boundary:
 
     @_disable_dynamo
     def __call__(self, plan: LoadedPlan, rows: Tensor | None = None) -> Tensor:
-        """Turn the rows that this rank holds, [held, width], into those that it needs, [needed, width]; differentiable.
-        All ranks of the boundary call it; one that holds none may leave `rows` out. Rows of a narrower floating dtype
-        (under autocast) are converted to the boundary's.
+        """Turn the rows that this rank holds, [held, width], into the rows that it needs, [needed, width]. All ranks of
+        the boundary call it; a rank that holds no rows may omit them. Rows of a narrower floating dtype (under
+        autocast) are converted to the dtype of the boundary.
 
-        Inside a `micro_batch`, where the graph ends at what arrives; outside only without gradients.
+        Differentiable inside a `micro_batch`, where the graph ends at the rows that arrive.
 
         Raises:
             UserError: rows do not fit the plan, or plans differ; on all ranks, unless `open` was given `check=False`.
@@ -372,12 +388,13 @@ class Boundary:
 
     @_disable_dynamo
     def backward(self, loss: Tensor) -> None:
-        """Back-propagate `loss`, a scalar, of the module whose rows leave by this boundary: at the end of the
+        """Back-propagate `loss`, a scalar of the module whose rows leave by this boundary, at the end of the
         micro-batch, in one backward pass with the rows. `loss.backward()` would free the graph that they need.
 
         Raises:
-            UserError: outside of a `micro_batch`, or `loss` is no scalar with a graph. At its end: the loss depends on
-                rows that crossed this boundary.
+            UserError: outside of a `micro_batch`, or `loss` is not a scalar with a graph. At the end of the
+            micro-batch:
+                the loss depends on rows that crossed this boundary.
         """
         if self._micro_batch is None or loss.numel() != 1 or not loss.requires_grad:
             found = f"a tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
@@ -395,7 +412,7 @@ class Boundary:
         return self.communicator.start_forward(plan, widened(rows, self.communicator.dtype)).wait()
 
     def _doing(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Watch what waits for the other ranks of the boundary."""
+        """Watch code that waits for the other ranks of the boundary."""
         described = f"{what} of boundary {self.edge}, with all its ranks,"
         return self._watchdog.doing(lambda: described, self._timeout_s)
 
@@ -405,8 +422,8 @@ class Boundary:
 
 @contextlib.contextmanager
 def micro_batch(*boundaries: Boundary) -> Iterator[None]:
-    """Enclose the forward and backward passes of a micro-batch: gradients of all rows that cross one of the boundaries
-    go back at the end, on all ranks. All ranks of a boundary enter it, and cross its boundaries in the same order.
+    """Enclose the forward and backward passes of a micro-batch. Gradients of all rows that cross one of the boundaries
+    return at the end, on all ranks. All ranks of a boundary enter it, and cross its boundaries in the same order.
 
     Raises:
         UserError: a boundary is inside a micro-batch already.
@@ -433,13 +450,13 @@ def micro_batch(*boundaries: Boundary) -> Iterator[None]:
 
 
 def place_rows(embedded: Tensor, rows: Tensor, places: Tensor, *, length_first: bool = False) -> Tensor:
-    """Return an embedding, [samples, length, hidden], or [length, samples, hidden] with `length_first` as in Megatron,
-    with `rows`, [rows, hidden], in the `places` of a mask, bool [samples, length] in both cases. Rows are in the order
-    of samples and then of places, and converted to the embedding's dtype; both get gradients.
+    """Return an embedding with `rows`, [rows, hidden], at the `places` of a mask, bool [samples, length].
 
         hidden = place_rows(embedding(tokens), rows, tokens == picture_token)
 
-    A mask on the host costs no wait; for one on a GPU the host waits.
+    `embedded` is [samples, length, hidden], or [length, samples, hidden] with `length_first` as in Megatron. Rows are
+    in the order of samples and then of places, and converted to the dtype of the embedding; both get gradients. With a
+    mask on a GPU the host waits for the device.
 
     Raises:
         UserError: shapes do not fit, or there are more or fewer places than rows. The latter is a `RuntimeError` under
@@ -452,7 +469,7 @@ def place_rows(embedded: Tensor, rows: Tensor, places: Tensor, *, length_first: 
         expected = f"{what}, [rows, hidden], [samples, length] and torch.bool"
         found, fix = f"shapes {shapes} and places of {places.dtype}", "reshape them, or change `length_first`"
         raise UserError.at("place_rows", found=found, expected=expected, fix=fix)
-    if torch.compiler.is_compiling():  # An error of the compiled graph, in which the host does not know how many.
+    if torch.compiler.is_compiling():  # The host does not know the number of places: the graph itself checks it.
         torch._assert_async(places.sum() == len(rows), f"place_rows: another number of places than {len(rows)} rows")
     sample, at = places.nonzero().unbind(1)
     if not torch.compiler.is_compiling() and len(at) != len(rows):

@@ -1,4 +1,4 @@
-"""Executes boundary plans: packs rows by index, exchanges them, unpacks them by index. All decisions are the plan's.
+"""Executes boundary plans: packs rows by index, exchanges them, unpacks them by index. The plan makes all decisions.
 
 `start_forward` and `start_backward` return a `Crossing` whose first exchange overlaps what the caller does before
 `Crossing.wait`; each later phase starts when the one before it has arrived. Where source and destination share no rank,
@@ -49,12 +49,11 @@ class BoundaryCommunicator:
             crossings of both directions can be in flight at once: on NCCL a communicator is one queue.
         transport: dtype on the wire, such as bfloat16 for fp32 rows; None: `dtype`. All rows are rounded to it, also
             those that stay on their rank, so that copies of a row are equal.
-        check: before sending anything, all ranks agree that their rows fit their plans and that these are parts of one
-            plan. An error on one rank is then raised on all, with nothing in flight and the group usable. Costs a
-            small gather when a crossing starts: a round trip, and on a GPU the host waits for the device. If
-            False, a rank raises errors in its own rows or plan only, and plans of different batches go unnoticed, hang
-            or fail in the backend. Neither detects a plan of the wrong batch on all ranks with matching numbers of
-            rows.
+        check: before sending anything, all ranks agree that their rows fit their plans and that they follow the same
+            plan. An error on one rank is then raised on all, with nothing in flight and the group usable. This costs a
+            small gather when a crossing starts: a round trip, and on a GPU the host waits for the device. If False, a
+            rank raises only errors in its own rows or plan, and plans of different batches go unnoticed, hang or fail
+            in the backend. A plan of the wrong batch on all ranks, with matching numbers of rows, is never detected.
         name: name of the edge, for errors.
     """
 
@@ -110,11 +109,11 @@ class BoundaryCommunicator:
         return self._start("forward", plan, rows)
 
     def start_backward(self, plan: LoadedPlan, grads: Tensor, *, problem: str | None = None) -> Crossing:
-        """Start to turn gradients of needed rows, [needed, width], into those of held rows: the adjoint. If they are
-        partial and the two sides share no rank, this waits for the other ranks of this side.
+        """Start to turn gradients of needed rows, [needed, width], into gradients of held rows: the adjoint. If they
+        are partial and the two sides share no rank, this waits for the other ranks of this side.
 
         Raises:
-            UserError: as above; also if the plan has no backward direction, or for a `problem` of the caller.
+            UserError: as `start_forward`; also if the plan has no backward direction, or for a `problem` of the caller.
         """
         return self._start("backward", plan, grads, problem)
 
@@ -133,14 +132,14 @@ class BoundaryCommunicator:
     def _problem(
         self, name: str, plan: LoadedPlan, direction: DirectionPlan[RowIndex] | None, rows: Tensor
     ) -> str | None:
-        """Describe the error in this rank's plan or rows, if any."""
+        """Describe the error in the plan or rows of this rank, if any."""
         fix = "give the boundary this batch's plan and the rows that it names"
         if plan.edge and self.name and plan.edge != self.name:
             found, expected = f"a plan of boundary {plan.edge}", "its own"
         elif plan.ranks != self._ranks:
             found, expected = f"a plan for ranks {plan.ranks}", f"one for the communicator's ranks {self._ranks}"
         elif plan.rank != dist.get_rank():
-            found, expected = f"the part of rank {plan.rank} of the plan", "its own"
+            found, expected = f"the plan of rank {plan.rank}", "its own"
         elif direction is None:
             found, expected = "a plan of the forward direction only", "one of both, as `plan.rank(rank)` returns"
         elif not isinstance(rows, Tensor):
@@ -165,9 +164,9 @@ class BoundaryCommunicator:
     def _require_agreement(
         self, name: str, problem: str | None, plan: LoadedPlan, rows: Tensor, group: dist.ProcessGroup
     ) -> None:
-        """Check that no rank has a `problem`, that all have parts of one plan, and that gradients of rows on several
-        ranks (`name` is "backward") are what it says: whole and so equal, or parts and so not. Raises the same
-        `UserError` on every rank, at the price of one small gather.
+        """Check that no rank has a `problem`, that all follow one plan, and that gradients of rows on several ranks
+        (`name` is "backward") are as it states: whole and so equal, or partial and so different. Raises the same
+        `UserError` on every rank. Costs one small gather.
         """
         mine = torch.tensor([problem is not None, plan.digest, 0, 0, -1, 0, 0], dtype=torch.float64, device=self.device)
         if name == "backward" and problem is None and can_compare(plan, rows):
@@ -186,7 +185,7 @@ class BoundaryCommunicator:
 
 
 def _require_rows(title: str, width: int, dtype: torch.dtype, transport: torch.dtype) -> None:
-    """Check what rows are. Raises `UserError`."""
+    """Check the width and the dtypes of rows. Raises `UserError`."""
     if type(width) is not int or width < 1:
         expected = "an integer of 1 or more, the elements of a row"
         raise UserError.at(f"{title}: width", found=repr(width), expected=expected, fix="give that of the rows")
@@ -204,19 +203,20 @@ def boundary_communicators(
     transport: torch.dtype | None = None,
     check: bool = True,
 ) -> dict[Edge, BoundaryCommunicator]:
-    """Create a communicator for each of some edges of the topology, of this rank alone for those without it.
+    """Create a communicator for each of some edges of the topology; where this rank takes no part, one of this rank
+    alone.
 
-    `widths`: elements of a row of each edge; the other arguments as for `BoundaryCommunicator`.
+    `widths`: elements of a row of each edge; other arguments are those of `BoundaryCommunicator`.
     """
     rank = topology.rank
     create = partial(
         BoundaryCommunicator, device=topology.platform.device, dtype=dtype, transport=transport, check=check
     )
-    found = dict[Edge, BoundaryCommunicator]()
+    communicators = dict[Edge, BoundaryCommunicator]()
     for edge, width in widths.items():
         forward, backward = topology.boundaries.get(edge) or [LocalGroup((rank,), rank, f"boundary {edge}")] * 2
-        found[edge] = create(forward, width=width, backward=backward, name=str(edge))
-    return found
+        communicators[edge] = create(forward, width=width, backward=backward, name=str(edge))
+    return communicators
 
 
 class Crossing:
@@ -236,7 +236,7 @@ class Crossing:
         self._lease = BufferLease(communicator._buffers)
         if self._wire_dtype == self._dtype:
             self._output = rows.new_empty(direction.needed, communicator.width)
-        else:  # A buffer for the rows that arrive.
+        else:  # Rows arrive in a buffer.
             self._output = self._lease.acquire(direction.needed, self._wire_dtype)
         if not direction.complete:
             self._output.zero_()
@@ -253,11 +253,11 @@ class Crossing:
         return result
 
     def _run_phases(self, direction: DirectionPlan[RowIndex], rows: Tensor) -> Iterator[None]:
-        """Run all phases. Yields while an exchange is in flight."""
+        """Run all phases, and yield while an exchange is in flight."""
         if (reduce := direction.exchange("reduce")) is not None:
             sums = self._lease.acquire(len(rows), self._dtype).copy_(rows)
             finish = self._launch(reduce, self._to_wire_dtype(rows), sums)
-            if not self._point_to_point:  # Else receivers may wait for the sums before this rank calls `wait`.
+            if not self._point_to_point:  # Otherwise receivers may wait for the sums before this rank calls `wait`.
                 yield
             finish()
             rows = sums
@@ -281,7 +281,7 @@ class Crossing:
         """Start an exchange. Returns the function that waits for it and unpacks the rows into `target`."""
         lease = BufferLease(self._communicator._buffers)
         sent = gather_rows(source, plan.send, lease)
-        # A contiguous run is received in place; other rows, and summands, go through a buffer.
+        # A contiguous run is received in place; other rows, and partial sums, go through a buffer.
         in_place = isinstance(plan.receive, slice) and plan.phase != "reduce"
         rows = sum(plan.receive_counts)
         received = target[plan.receive] if in_place else lease.acquire(rows, source.dtype)
@@ -311,10 +311,10 @@ def _point_to_point(
     ranks = dist.get_process_group_ranks(group)
     sides = (dist.isend, sent, plan.send_counts), (dist.irecv, received, plan.receive_counts)
     batch = [
-        dist.P2POp(operation, part, rank, group)
+        dist.P2POp(operation, message, rank, group)
         for operation, rows, counts in sides
-        for rank, part in zip(ranks, rows.split(counts), strict=True)
-        if len(part)
+        for rank, message in zip(ranks, rows.split(counts), strict=True)
+        if len(message)
     ]
     return dist.batch_isend_irecv(batch) if batch else []
 
@@ -322,15 +322,17 @@ def _point_to_point(
 # ---------------------------------------------------------------------------- checks before a crossing
 
 _SAME = 1e-3
-"""How far projections of equal gradients may be apart, relative to the sum of absolute values: sums differ in order."""
+"""Tolerance between projections of equal gradients, relative to the sum of absolute values: sums differ in order."""
 _FEW = 8
-"""So few values may be equal by chance where they are parts."""
+"""Up to this many values of partial gradients may be equal by chance."""
 
 
 class GradientCopy(NamedTuple):
-    """A rank's gradients of rows that several ranks need, as numbers: their sum, with weights that depend on the place,
-    and that of their absolute values; the first of these ranks; whether gradients are parts, and whether all rows have
-    the same one.
+    """A summary of a rank's gradients of rows that several ranks need.
+
+    `projection`: their sum, with weights that depend on the place; `size`: the sum of their absolute values. `leader`:
+    the first of these ranks. `summed`: whether gradients are partial. `pooled`: whether all rows have the same
+    gradient.
     """
 
     projection: float
@@ -341,7 +343,7 @@ class GradientCopy(NamedTuple):
 
 
 def can_compare(plan: LoadedPlan, grads: Tensor) -> bool:
-    """Whether the summaries of all ranks can show that `grads` are not what the plan says."""
+    """Whether the summaries of all ranks can show that `grads` are not as the plan states."""
     return len(plan.copies) > 1 and not (plan.summed and grads.numel() <= _FEW)
 
 
@@ -353,33 +355,34 @@ def summarize(plan: LoadedPlan, grads: Tensor) -> Tensor:
 
 
 def require_fit(title: str, copies: Mapping[int, GradientCopy]) -> None:
-    """Check the gradients that several ranks have of the same rows, from their summaries. Raises `UserError`."""
+    """Check the gradients of the same rows on several ranks by their summaries. Raises `UserError`."""
     found = f"{title} backward: found gradients of rows that"
     projections, sizes, _, summed, _ = zip(*copies.values(), strict=True)
     apart = max(projections) - min(projections) + max(sizes) - min(sizes)
     if not any(summed) and apart > _SAME * max(sizes):
         raise UserError(
             f"{found} differ on ranks {format_ranks(copies)}, expected equal ones, because the plan has them as "
-            "`invariant`: each rank computes the whole gradient; plan with gradient='partial' if each computes a part"
+            "`invariant`: each rank computes the whole gradient; plan with gradient='partial' if each computes a "
+            "partial sum"
         )
-    alike: dict[tuple[float, float], list[int]] = {}
+    equal: dict[tuple[float, float], list[int]] = {}
     for rank, copy in copies.items():
         if copy.summed and copy.size > 0:
-            alike.setdefault(copy[:2], []).append(rank)
-    for ranks in (ranks for ranks in alike.values() if len(ranks) > 1):
+            equal.setdefault(copy[:2], []).append(rank)
+    for ranks in (ranks for ranks in equal.values() if len(ranks) > 1):
         problem = (
-            f"{found} are equal on ranks {format_ranks(ranks)}, expected parts, because the plan has them as `partial` "
-            "and adds them up; plan with gradient='invariant' if each rank computes the whole gradient, and let ranks "
-            "with other tokens need other rows"
+            f"{found} are equal on ranks {format_ranks(ranks)}, expected partial sums, because the plan has them as "
+            "`partial` and adds them up; plan with gradient='invariant' if each rank computes the whole gradient, and "
+            "let ranks with other tokens need other rows"
         )
         if not copies[ranks[0]].pooled:
             raise UserError(problem)
-        # Equal parts of a mean over rows look like this, too.
+        # Equal partial gradients of a mean over rows look like this, too.
         warnings.warn(problem, stacklevel=2)
 
 
 def _projection(grads: Tensor) -> Tensor:
-    """Return a weighted sum, fp64, that distinguishes gradients with the same values in other places."""
+    """Return a weighted sum, fp64, that differs between gradients with the same values in different places."""
     rows, columns = (torch.arange(1, n + 1, device=grads.device, dtype=torch.float32) for n in grads.shape)
     # Fractions of multiples of an irrational number are spread evenly.
     by_row = torch.mv(grads, (columns * 0.618034 % 1 - 0.3).to(grads.dtype))

@@ -3,8 +3,8 @@
 What arrives is the output of an autograd node that stores the gradients that come to it. They go back at the end, on
 all ranks, the last crossing first. The module that computed rows runs its backward pass once, with the gradients of all
 of its rows: wrappers such as DDP reduce gradients in each backward pass and expect one for each forward pass. When it
-does so is the same on all ranks of the module, as FSDP2 requires, whose backward passes communicate: modules of a chain
-are identified by the names of their edges, not by what a rank's rows were computed from.
+does so is the same on all ranks of the module, as FSDP2 requires, whose backward passes communicate: the order follows
+from the names of edges, not from what the rows of a rank were computed from.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from megatron_hetero.layout.graph import Edge
 
 _NOT_ACCUMULATED = (
     "micro_batch: `torch.autograd.grad` computed the gradient of rows that arrived, and none reached the rows, because "
-    "what it returns does not go back. Call `rows.backward(gradient)` with what it returned; for a gradient that is "
-    "only looked at, take that of `rows.detach().requires_grad_()`."
+    "what it returns does not go back. Call `rows.backward(gradient)` with what it returned; to look at a gradient "
+    "only, compute that of `rows.detach().requires_grad_()`."
 )
 _IN_BACKWARD = (
     "micro_batch: a plan or a crossing amid a backward pass, because rows would cross twice, as under "
@@ -49,13 +49,15 @@ _OF_LATER_ROWS = (
 )
 
 Doing = Callable[[str], AbstractContextManager[None]]
-"""Watches what is described."""
+"""Watches the enclosed code, described by a text, for ranks that never arrive."""
 
 
 @dataclass(eq=False)
 class _Crossing:
-    """A crossing along `edge`: this rank's `rows` (None once they are of no more use), and the sum of the gradients of
-    those that arrived. `computed`: whether any was computed.
+    """A crossing along `edge`.
+
+    `rows`: the rows that this rank sent, or None once they are no longer needed. `grad`: the sum of the gradients of
+    the rows that arrived. `computed`: whether any of these gradients was computed.
     """
 
     edge: Edge
@@ -67,7 +69,7 @@ class _Crossing:
     computed: bool = False
 
     def arrive(self, rows: Tensor) -> Tensor:
-        """Make `rows` part of a graph, which ends at this crossing."""
+        """Return `rows` as the output of an autograd node that ends the graph at this crossing."""
         arrived: Any = _Arrival.apply(torch.empty(0, requires_grad=True), self, [rows])
         arrived.register_hook(self._notice)
         return arrived
@@ -94,7 +96,7 @@ class _Crossing:
 
 
 class _Arrival(torch.autograd.Function):
-    """Rows that arrived; `arrived` holds them in a list, so that they are no view of an input."""
+    """Returns rows that arrived; `arrived` is a list, so that they are not a view of an input."""
 
     @staticmethod
     def forward(ctx: Any, _: Tensor, crossing: _Crossing, arrived: list[Tensor]) -> Tensor:
@@ -109,14 +111,13 @@ class _Arrival(torch.autograd.Function):
 
 
 _Returned = dict[Tensor, Tensor]
-"""The gradients of rows from the crossings that have gone back so far."""
+"""The gradients of rows, from the crossings whose gradients have returned so far."""
 
 
 @dataclass(eq=False)
 class MicroBatchCrossings:
-    """The crossings from the beginning to the end of a micro-batch, in order. `losses`: by module, those whose backward
-    pass is that of the module's rows. `problem`: an error of this rank amid a backward pass, where other ranks cannot
-    learn of it.
+    """The crossings of a micro-batch, in order. `losses`: by module, the losses that are back-propagated together with
+    the module's rows. `problem`: an error of this rank amid a backward pass, of which other ranks learn at the end.
     """
 
     crossings: list[_Crossing] = field(default_factory=list)
@@ -126,7 +127,9 @@ class MicroBatchCrossings:
     def cross(
         self, edge: Edge, communicator: BoundaryCommunicator, plan: LoadedPlan, rows: Tensor, doing: Doing
     ) -> Tensor:
-        """Cross, see `Boundary.__call__`. `doing` watches what waits for other ranks when the gradients return."""
+        """Let rows cross, see `Boundary.__call__`. `doing` watches the return of gradients, which waits for other
+        ranks.
+        """
         returns = returns_gradients(communicator, plan, rows)
         arrived = communicator.start_forward(plan, widened(rows, communicator.dtype)).wait()
         if not returns:
@@ -136,7 +139,7 @@ class MicroBatchCrossings:
 
     @_disable_dynamo
     def end(self) -> None:
-        """Return all gradients."""
+        """Send the gradients of all crossings back."""
         if not self.crossings and not self.losses:
             return
         # Autocast is for forward passes.
@@ -162,26 +165,26 @@ class MicroBatchCrossings:
             self.crossings.pop()
             crossing.rows = None
             if rows is not None and rows.requires_grad:
-                of_module = waiting.setdefault(crossing.edge.source, {})
-                of_module[rows] = of_module[rows] + grad if rows in of_module else grad
+                returned = waiting.setdefault(crossing.edge.source, {})
+                returned[rows] = returned[rows] + grad if rows in returned else grad
             if not any(left.edge.source == crossing.edge.source for left in self.crossings):
                 self._backward(crossing.edge.source, waiting.pop(crossing.edge.source, {}))
 
     def _may_wait(self, source: str, waiting: _Returned) -> bool:
         """Whether no rows of `source` were computed from the rows of the last crossing. Rows that crossed before it
-        cannot be.
+        were not.
         """
         last, before = self.crossings[-1], {earlier.rows for earlier in self.crossings}
         later = [rows for rows in waiting if rows not in before]
         return not later or not (last.edge.target == source or any(_computed_from(rows, last) for rows in later))
 
     def _backward(self, source: str, waiting: _Returned) -> None:
-        """Continue into the module that computed rows, once with all of them and its losses."""
+        """Run the backward pass of the module that computed rows, once for all of its rows and losses."""
         losses = self.losses.pop(source, [])
         roots = [*losses, *waiting]
         if not roots or self.problem:
             return
-        # Other rows may share parts of the graph.
+        # Other rows may share nodes of the graph.
         shared = any(left.rows is not None and left.rows.requires_grad for left in self.crossings)
         grads = [*(None for _ in losses), *(grad.to(rows.dtype) for rows, grad in waiting.items())]
         try:
@@ -200,8 +203,8 @@ class MicroBatchCrossings:
 
 
 def require_no_backward(current: MicroBatchCrossings | None) -> None:
-    """Check, before waiting for other ranks, that this one is not amid a backward pass: they may have none, and learn
-    of it at the end of the micro-batch. Raises `UserError`.
+    """Check, before waiting for other ranks, that this rank is not amid a backward pass. Other ranks may not be in one,
+    and learn of the error at the end of the micro-batch. Raises `UserError`.
     """
     if torch._C._current_graph_task_id() != -1:
         if current is not None:
@@ -210,7 +213,7 @@ def require_no_backward(current: MicroBatchCrossings | None) -> None:
 
 
 def _computed_from(rows: Tensor, crossing: _Crossing) -> bool:
-    """Whether the graph of `rows` begins at the rows that arrived by `crossing`."""
+    """Whether the graph of `rows` depends on the rows that arrived by `crossing`."""
     seen: set[Any] = set()
     left: list[Any] = [rows.grad_fn]
     while left:
@@ -230,9 +233,9 @@ def requires_grad(rows: Tensor) -> bool:
 
 
 def returns_gradients(communicator: BoundaryCommunicator, plan: LoadedPlan, rows: Tensor) -> bool:
-    """Whether gradients go back through a crossing, the same on all ranks: if the rows of any rank require them, which
-    takes a small all-reduce. A communicator that checks nothing saves it: gradients then go back in grad mode where the
-    plan has a backward direction.
+    """Whether gradients go back through a crossing, the same on all ranks: if the rows of any rank require them.
+    Finding out takes a small all-reduce. A communicator without checks omits it: gradients then go back in grad mode if
+    the plan has a backward direction.
 
     Raises:
         UserError: on every rank. Some rows require gradients, and another rank is not in grad mode or has a plan of the

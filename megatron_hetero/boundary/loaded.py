@@ -1,4 +1,4 @@
-"""Boundary plans whose indices are on the device, indexed copies of rows, and the staging buffers of a communicator."""
+"""Boundary plans with indices on the device, indexed copies of rows, and the staging buffers of a communicator."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def load_index(index: np.ndarray, device: torch.device) -> RowIndex:
 
 
 def gather_rows(rows: Tensor, index: RowIndex, lease: BufferLease) -> Tensor:
-    """Return `rows[index]`, contiguous; in a buffer of `lease` unless they are so already."""
+    """Return `rows[index]`, contiguous; in a buffer of `lease` unless the rows are contiguous already."""
     if not isinstance(index, slice):
         return torch.index_select(rows, 0, index, out=lease.acquire(len(index), rows.dtype))
     run = rows[index]
@@ -105,19 +105,19 @@ def scatter_add_rows(target: Tensor, index: RowIndex, rows: Tensor, lease: Buffe
 
 @dataclass(frozen=True, eq=False)
 class LoadedPlan(RankPlan[RowIndex]):
-    """A `RankPlan` whose indices are on the device. `edge`: the boundary that planned it, if one did."""
+    """A `RankPlan` whose indices are on the device. `edge`: the edge of the boundary that planned it, if any."""
 
     edge: str = ""
 
 
 def load_plan(plan: RankPlan[np.ndarray], device: torch.device, *, edge: str = "") -> LoadedPlan:
-    """Copy the indices of `plan` to the device, asynchronously. `edge`: the only one whose rows it is for; else any.
+    """Copy the indices of `plan` to the device, asynchronously. `edge`: the edge that it is for; by default any.
 
     Raises:
-        UserError: `plan` is not one rank's part.
+        UserError: `plan` is not the plan of one rank.
     """
     if not isinstance(plan, RankPlan):
-        found, expected = f"a {type(plan).__name__}", "the part of this rank, a RankPlan"
+        found, expected = f"a {type(plan).__name__}", "the plan of one rank, a RankPlan"
         raise UserError.at("load_plan: plan", found=found, expected=expected, fix="give it `plan.rank(rank)`")
     forward = _load_direction(plan.forward, device)
     backward = None if plan.backward is None else _load_direction(plan.backward, device)

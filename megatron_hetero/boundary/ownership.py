@@ -6,7 +6,7 @@ without sequence-parallel activations) form a replica group.
 The gradient of a replicated row is held in one of two ways, which define ⟨x, y⟩ over all ranks:
 
     invariant   each holder has the whole gradient; a row counts once, however many ranks hold it
-    partial     each holder has a part; the gradient is the sum over the holders
+    partial     each holder has a partial sum; the gradient is the sum over the holders
 
 As text, an ownership lists its groups and their rows in stored order. `Ownership.parse(str(x))` equals `x`:
 
@@ -37,9 +37,8 @@ Groups = tuple[tuple[int, ...], ...]
 class Members:
     """The ranks of replica groups as arrays, int64.
 
-    `ranks`: ranks of all groups, concatenated; `starts`, [groups + 1]: the index in it where each group begins, and the
-    end.
-    `sorted_ranks`, `sorted_groups`: all ranks, ascending, and the group of each.
+    `ranks`: ranks of all groups, concatenated; `starts`, [groups + 1]: the index in `ranks` where each group begins,
+    and the end. `sorted_ranks`, `sorted_groups`: all ranks, ascending, and the group of each.
     """
 
     ranks: np.ndarray
@@ -53,11 +52,11 @@ class Members:
         return np.diff(self.starts)
 
     def group_of(self, rank: int) -> int:
-        """Return the group of `rank`; -1 for none."""
+        """Return the group of `rank`; -1 if it is in no group."""
         return int(self.groups_of(np.array([rank]))[0])
 
     def groups_of(self, ranks: np.ndarray) -> np.ndarray:
-        """Return the group of each of `ranks`, int64; -1 for none."""
+        """Return the group of each of `ranks`, int64; -1 for ranks in no group."""
         if not len(self.sorted_ranks):
             return np.full(len(ranks), -1, np.int64)
         at = np.minimum(np.searchsorted(self.sorted_ranks, ranks), len(self.sorted_ranks) - 1)
@@ -72,8 +71,8 @@ def members_of(groups: Groups) -> Members:
     order = np.argsort(ranks, kind="stable")
     if np.any(np.diff(ranks[order]) == 0) or np.any(sizes == 0):
         raise ValueError(f"replica groups: found {groups}, expected groups of one rank or more, each rank in one group")
-    of_rank = np.repeat(np.arange(len(groups)), sizes)
-    return Members(ranks, np.concatenate([[0], np.cumsum(sizes)]), ranks[order], of_rank[order])
+    group_of_rank = np.repeat(np.arange(len(groups)), sizes)
+    return Members(ranks, np.concatenate([[0], np.cumsum(sizes)]), ranks[order], group_of_rank[order])
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +84,7 @@ class Ownership:
     begin in `ids`, and the end. No two groups hold the same row. `gradient`: see the module docstring.
 
     Raises:
-        ValueError: a rank is in two groups, `starts` do not partition `ids`, or a row is negative or there twice.
+        ValueError: a rank is in two groups, `starts` do not partition `ids`, or a row id is negative or occurs twice.
     """
 
     groups: Groups
@@ -115,7 +114,7 @@ class Ownership:
         cls, holders: Mapping[tuple[int, ...], Sequence[int] | np.ndarray], gradient: Gradient = "invariant"
     ) -> Ownership:
         """Build an ownership from a mapping of replica group to the row ids that each of its ranks holds, in stored
-        order. Raises `UserError` if a key is no group, or `gradient` is unknown.
+        order. Raises `UserError` if a key is not a tuple of ranks, or `gradient` is unknown.
         """
         if wrong := [ranks for ranks in holders if isinstance(ranks, int)]:
             found, expected = f"{wrong[0]!r} as a group of ranks", "tuples of ranks"
@@ -133,7 +132,7 @@ class Ownership:
 
     @classmethod
     def from_assignment(cls, groups: Groups, group_of_row: np.ndarray, gradient: Gradient = "invariant") -> Ownership:
-        """Build an ownership from the group of each row, int64 [rows], whose groups store rows in ascending order."""
+        """Build an ownership from the group of each row, int64 [rows]; groups store their rows in ascending order."""
         counts = np.bincount(group_of_row, minlength=len(groups))
         small = group_of_row.astype(np.uint16) if len(groups) <= 1 << 16 else group_of_row  # sorts ten times as fast
         return cls(groups, np.argsort(small, kind="stable"), np.concatenate([[0], np.cumsum(counts)]), gradient)
@@ -146,8 +145,8 @@ class Ownership:
         )
 
     def cut(self, ends: Sequence[int]) -> list[Ownership]:
-        """Cut at `ends`, which ascend: each part has the rows from one end to the next, numbered from 0, in the groups
-        and the order of the whole.
+        """Cut the rows at `ends`, which ascend: each result has the rows from one end to the next, numbered from 0, in
+        the groups and the order of the whole.
         """
         if len(ends) == 2 and (ends[0], ends[1]) == (0, len(self.ids)):
             return [self]
@@ -159,11 +158,11 @@ class Ownership:
         return Ownership(self.groups, self.ids[inside] - first, starts, self.gradient)
 
     @classmethod
-    def joined(cls, parts: Sequence[Ownership]) -> Ownership:
-        """Join the rows that each group holds in `parts`, which have the same groups and the same kind of gradient."""
-        first, ids = parts[0], np.concatenate([part.ids for part in parts])
-        order = np.argsort(np.concatenate([part.group_of_entry for part in parts]), kind="stable")
-        return cls(first.groups, ids[order], np.sum([part.starts for part in parts], axis=0), first.gradient)
+    def joined(cls, ownerships: Sequence[Ownership]) -> Ownership:
+        """Join the rows that each group holds in `ownerships`, which have the same groups and kind of gradient."""
+        first, ids = ownerships[0], np.concatenate([each.ids for each in ownerships])
+        order = np.argsort(np.concatenate([each.group_of_entry for each in ownerships]), kind="stable")
+        return cls(first.groups, ids[order], np.sum([each.starts for each in ownerships], axis=0), first.gradient)
 
     @classmethod
     def parse(cls, text: str) -> Ownership:
@@ -171,8 +170,8 @@ class Ownership:
         body = text.strip().removesuffix("partial")
         gradient: Gradient = "invariant" if body == text.strip() else "partial"
         try:
-            parts = [_read_group(number, part) for number, part in enumerate(filter(str.strip, body.split(";")))]
-            return cls._concatenated(tuple(ranks for ranks, _ in parts), [rows for _, rows in parts], gradient)
+            groups = [_read_group(number, group) for number, group in enumerate(filter(str.strip, body.split(";")))]
+            return cls._concatenated(tuple(ranks for ranks, _ in groups), [rows for _, rows in groups], gradient)
         except ValueError as error:
             where, expected = f"ownership `{text}`", "`RANK[,RANK…]: ROWS[; …][ partial]`, such as `0: 0-3,8; 1,2: 4-7`"
             raise UserError.at(where, found=str(error), expected=expected, fix="correct the text") from None
@@ -227,7 +226,9 @@ class Ownership:
         return np.arange(len(self.ids)) - self.starts[self.group_of_entry]
 
     def locate(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the group that holds each of `ids`, -1 for none, and its index in that group's stored order."""
+        """Return the group that holds each of `ids`, -1 for rows that no group holds, and its index in the stored order
+        of that group.
+        """
         size = 1 + int(max(self.ids.max(initial=-1), ids.max(initial=-1)))
         group, index = np.full(size, -1, np.int64), np.zeros(size, np.int64)
         group[self.ids], index[self.ids] = self.group_of_entry, self.index_of_entry

@@ -19,17 +19,17 @@ from megatron_hetero.boundary.routes import DirectionPlan, Index, Redistribution
 from megatron_hetero.layout.grammar import format_ranks
 
 SHOWN = 256
-"""The most moves that a plan's text lists."""
+"""Limit on the moves that the text of a plan lists."""
 
 
 @dataclass(frozen=True, eq=False)
 class RankPlan(Generic[Index]):
-    """One boundary for one rank and one batch.
+    """What one rank sends and receives in a crossing of one batch.
 
     `ranks`: all participants, ascending; counts are in their order. `digest`: `BoundaryPlan.digest` of the whole plan.
     `point_to_point`: whether exchanges are batches of sends and receives, or else all-to-alls over all of `ranks`.
     `copies`: the ranks that need the same rows as this one, itself included; `summed`: whether their gradients of these
-    rows are parts. `backward`: None where no gradients return.
+    rows are partial sums. `backward`: None where no gradients return.
     """
 
     rank: int
@@ -57,9 +57,10 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BoundaryPlan:
-    """Moves rows from `source` to `destination`, and their gradients back. `row_bytes`: bytes of a row on the wire.
+    """The moves of rows from `source` to `destination`, and of their gradients back. `row_bytes`: bytes of a row on the
+    wire.
 
-    `rank` returns one rank's part; `print` shows the whole plan.
+    `rank` returns what one rank does; `print` shows the whole plan.
     """
 
     source: Ownership
@@ -78,7 +79,7 @@ class BoundaryPlan:
 
     @cached_property
     def digest(self) -> int:
-        """CRC-32 of both ownerships, by which ranks detect that they hold parts of different plans."""
+        """CRC-32 of both ownerships, by which ranks detect that they follow different plans."""
         digest = 0
         for side in (self.source, self.destination):
             digest = crc32(side.gradient.encode(), digest)
@@ -87,7 +88,7 @@ class BoundaryPlan:
         return digest
 
     def rank(self, rank: int, *, backward: bool = True) -> RankPlan[np.ndarray]:
-        """Plan the part of `rank`, one of `ranks`. `backward=False`: only the forward direction."""
+        """Plan what `rank`, one of `ranks`, sends and receives. `backward=False`: only in the forward direction."""
         forward, back = self.directions.values()
         return RankPlan(
             rank,
@@ -102,7 +103,7 @@ class BoundaryPlan:
 
     @cached_property
     def directions(self) -> dict[str, Redistribution]:
-        """The redistributions named `forward` and `backward`."""
+        """The redistributions of both directions, `forward` and `backward`."""
         source, destination = self.source, self.destination
         forward = Redistribution(source, destination, summed=False, once=False)
         summed, once = destination.gradient == "partial", source.gradient == "partial"
@@ -139,8 +140,8 @@ class BoundaryPlan:
             for move in (move for move in moves if move.direction == name):
                 received[move.receiver] += move.rows
                 sent[move.sender] += move.rows
-            most, most_sent = (max(rows.values(), default=0) * self.row_bytes for rows in (received, sent))
-            largest = f"at most {most:,} bytes received and {most_sent:,} bytes sent by a rank"
+            most_received, most_sent = (max(rows.values(), default=0) * self.row_bytes for rows in (received, sent))
+            largest = f"at most {most_received:,} bytes received and {most_sent:,} bytes sent by a rank"
             yield f"{name}: {largest}; {sent.total() * self.row_bytes:,} bytes in all"
 
 

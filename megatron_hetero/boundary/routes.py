@@ -1,9 +1,10 @@
-"""Routes: the moves that turn one ownership of rows into another, computed per rank. Pure data.
+"""Routes: the moves that turn one ownership of rows into another, computed for one rank or for all. Pure data.
 
 A direction has up to three phases, each one uneven all-to-all, or a batch of point-to-point transfers where the two
 sides share no rank: *reduce* adds up partial gradients at the sender of a row, *scatter* takes a row once to its first
-receiver in a group that holds none of it, *gather* from there to the rest of the group. docs/boundaries.md, "Routes"
-and "Backward", lists the cases. Each rank computes its own part only, and receives no row that it has or does not need.
+receiver in a group that does not hold it, *gather* copies it from there to the rest of the group. docs/boundaries.md,
+"Routes" and "Backward", lists the cases. Each rank computes its own moves only, and receives no row that it has or does
+not need.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megatron_hetero.boundary.ownership import Ownership
 Phase = Literal["reduce", "scatter", "gather"]
 PHASES: tuple[Phase, ...] = ("reduce", "scatter", "gather")
 Index = TypeVar("Index")
-"""Indices of rows: int64 arrays in plans, and what `loaded` makes of them on a device."""
+"""Indices of rows: int64 arrays in plans, and slices or tensors once they are loaded to a device (`loaded`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,12 +58,12 @@ class DirectionPlan(Generic[Index]):
     complete: bool
 
     def exchange(self, phase: Phase) -> Exchange[Index] | None:
-        """Return the exchange of `phase`, if there is one."""
+        """Return the exchange of `phase`; None if the direction has no such phase."""
         return next((e for e in self.exchanges if e.phase == phase), None)
 
 
 def is_identity(plan: DirectionPlan[np.ndarray]) -> bool:
-    """Whether the output is the input: no rank exchanges anything, and every row stays in its place."""
+    """Whether the output equals the input: no rank exchanges anything, and every row stays in its place."""
     everything = np.arange(plan.held)
     in_place = np.array_equal(plan.local_from, everything) and np.array_equal(plan.local_to, everything)
     return in_place and plan.needed == plan.held and not plan.exchanges
@@ -73,7 +74,7 @@ class RowTable:
     """Rows to move, one column per property, int64 [rows], ordered by pair of groups and then by destination index.
 
     `held`, `needed`: the groups that hold and need the row; `source_index`, `target_index`: its indices in their
-    stored orders; `ordinal`, `count`: its number among the rows of its pair of groups, and how many these are.
+    stored orders; `ordinal`, `count`: its number among the rows of its pair of groups, and the number of these rows.
     """
 
     held: np.ndarray
@@ -108,11 +109,11 @@ class Routes:
         """Return the sends and receives of `rank`."""
         order = np.asarray(ranks)
 
-        def side(own: np.ndarray, other: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, list[int]]:
-            mine = np.flatnonzero((own == rank) & (other != rank))
-            mine = mine[np.argsort(other[mine], kind="stable")]
-            peers = np.searchsorted(order, other[mine])
-            return indices[mine], np.bincount(peers, minlength=len(order)).tolist()
+        def side(local: np.ndarray, peer: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, list[int]]:
+            moves = np.flatnonzero((local == rank) & (peer != rank))
+            moves = moves[np.argsort(peer[moves], kind="stable")]
+            peers = np.searchsorted(order, peer[moves])
+            return indices[moves], np.bincount(peers, minlength=len(order)).tolist()
 
         send = side(self.sender, self.receiver, self.source_index)
         return Exchange(phase, *send, *side(self.receiver, self.sender, self.target_index))
@@ -122,8 +123,9 @@ class Routes:
 class Redistribution:
     """One direction of a boundary, on all ranks: rows from ownership `held` to ownership `needed`.
 
-    `summed`: the holders of a row hold summands. `once`: one member of each destination group needs the row. `mirror`:
-    the redistribution with the sides exchanged, if known; it saves computing the pairs of groups again.
+    `summed`: holders of a row hold partial sums, which are added. `once`: only one member of each destination group
+    needs the row. `mirror`: the redistribution with the sides exchanged, if known; it saves computing the pairs of
+    groups again.
     """
 
     held: Ownership
@@ -146,7 +148,7 @@ class Redistribution:
         return tuple(phase for phase in PHASES if used[phase])
 
     def plan(self, rank: int, ranks: Sequence[int]) -> DirectionPlan[np.ndarray]:
-        """Plan the part of `rank`."""
+        """Plan what `rank` sends and receives."""
         rows = self.row_table(rank)
         # The routes of the scatter include the rows that stay, even if it moves none.
         scatter = self.routes("scatter", rows)
@@ -166,17 +168,17 @@ class Redistribution:
 
     @cached_property
     def minimum_total(self) -> int:
-        """The fewest rows that all ranks together can receive.
+        """The minimum number of rows that all ranks together must receive.
 
         Summing a row over n holders takes n - 1 messages, sending it to another rank one, and replicating it over a
         group of m ranks m - 1.
         """
         rows = self.row_table(None)
         shared = self._shared.number(rows.held * len(self.needed.groups) + rows.needed)
-        parts = self.held.members.sizes[rows.held] if self.summed else 1
+        summands = self.held.members.sizes[rows.held] if self.summed else 1
         readers = 1 if self.once else self.needed.members.sizes[rows.needed]
         settled = 1 if self.summed or self.once else np.maximum(shared, 1)
-        return int(np.sum((parts - 1) + (shared == 0) + (readers - settled)))
+        return int(np.sum((summands - 1) + (shared == 0) + (readers - settled)))
 
     # ----------------------------------------------------------------------------- rows and their ranks
 
@@ -205,7 +207,9 @@ class Redistribution:
         return keys // len(self.needed.groups), keys % len(self.needed.groups)
 
     def row_table(self, rank: int | None) -> RowTable:
-        """Return the rows that `rank` holds or needs; None: all. Contains all rows of a pair of groups or none."""
+        """Return the rows that `rank` holds or needs; all rows if it is None. A table has all rows of a pair of groups
+        or none.
+        """
         held, needed, source_index, target_index = self._columns
         if rank is not None:
             mine = (held == self.held.members.group_of(rank)) | (needed == self.needed.members.group_of(rank))
@@ -227,7 +231,7 @@ class Redistribution:
         return {"reduce": self._reduce, "scatter": self._scatter, "gather": self._gather}[phase](rows)
 
     def _endpoints(self, rows: RowTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Sender and first receiver of each row, and the number of ranks that its two groups share."""
+        """Return the sender and the first receiver of each row, and the number of ranks that its two groups share."""
         holders, readers = self.held.members, self.needed.members
         key = rows.held * len(self.needed.groups) + rows.needed
         shared = self._shared.number(key)
@@ -278,8 +282,8 @@ class Redistribution:
 class _SharedRanks:
     """The ranks shared by a holding group and a needing group.
 
-    `keys`: keys of the pairs of groups that share ranks, ascending, and a larger number; `counts`: the shared ranks of
-    each pair, and 0; `starts`: the index in `ranks` where those of each pair begin, and the end.
+    `keys`: keys of the pairs of groups that share ranks, ascending, and a larger number; `counts`: the number of shared
+    ranks of each pair, and 0; `starts`: the index in `ranks` where the ranks of each pair begin, and the end.
     """
 
     keys: np.ndarray
@@ -289,6 +293,7 @@ class _SharedRanks:
 
     @classmethod
     def of(cls, held: Ownership, needed: Ownership) -> _SharedRanks:
+        """Find the ranks that are members of groups on both sides."""
         a, b = held.members, needed.members
         ranks, at_a, at_b = np.intersect1d(a.sorted_ranks, b.sorted_ranks, assume_unique=True, return_indices=True)
         key = a.sorted_groups[at_a] * len(needed.groups) + b.sorted_groups[at_b]

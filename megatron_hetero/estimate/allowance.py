@@ -1,11 +1,11 @@
 """Memory of a GPU besides the tensors of a step: CUDA context, NCCL's buffers, fragmentation. Pure.
 
 NCCL allocates buffers for each connection and channel when ranks first use an algorithm, at start-up, and never frees
-them. The number of channels depends on GPUs and links; figures here are for a node of eight H100:
+them. The number of channels depends on GPUs and links; the figures are for a node of eight H100:
 
   * messages and all-to-alls connect each pair of ranks that exchange anything: a first `all_to_all_single` of
-    eight ranks took 3.28 GB, or 0.47 GB for each of the seven others (NVIDIA/nccl issue 1685, 32 channels). Those of
-    other nodes share buffers (issue 1450) and are counted as one more. `max_ctas` bounds the channels;
+    eight ranks took 3.28 GB, or 0.47 GB for each of the seven others (NVIDIA/nccl issue 1685, 32 channels). Ranks of
+    other nodes share buffers (issue 1450) and are counted as one more rank. `max_ctas` limits the channels;
   * other collectives connect rings: 16 channels, each with a buffer for the rank before it, of 4 MiB (protocol Simple),
     4.7 MiB (LL128) and 0.5 MiB (LL), the defaults of NCCL's `init.cc`; trees, with two such ranks; and NVLS, with three
     ranks of a node or more: 16 channels of two buffers of 1 MiB for each of them (`transport/nvls.cc`). Four A100 took
@@ -41,45 +41,45 @@ from megatron_hetero.layout.communicators import Axes, CommunicatorKind, Ranks, 
 NODE = 8
 """Ranks of a node."""
 PEER_BYTES = 3_280_000_000 // 7
-"""Buffers for each peer of messages and all-to-alls, with `PEER_CHANNELS`."""
+"""Bytes of buffers for each peer of messages and all-to-alls, with `PEER_CHANNELS`."""
 PEER_CHANNELS = 32
 RING_BYTES = 16 * (4 * 2**20 + 120 * 640 * 8 * 8 + 512 * 2**10)
-"""Buffers of rings; trees take twice as much."""
+"""Bytes of buffers of rings; trees take twice as much."""
 NVLS_BYTES = 16 * 2 * 2**20
-"""NVLS buffers for each rank of a node."""
+"""Bytes of NVLS buffers for each rank of a node."""
 
 
 def kind_bytes(kind: CommunicatorKind) -> int:
-    """The most bytes that a communicator of this kind takes on a rank."""
+    """Return the maximum bytes of a communicator of this kind on a rank."""
     return _exchange_bytes(kind) + kind.collects * max(map(_collective_bytes, kind.groups))
 
 
 def bytes_by_rank(kinds: Sequence[CommunicatorKind], world_size: int) -> np.ndarray:
-    """Bytes of all communicators of each rank, the world's included, int64 [ranks]."""
+    """Return the bytes of all communicators of each rank, the world's included, int64 [ranks]."""
     everybody = tuple(range(world_size))
-    found = np.full(world_size, _collective_bytes(everybody) * (world_size > 1), np.int64)
+    total = np.full(world_size, _collective_bytes(everybody) if world_size > 1 else 0, np.int64)
     for kind in kinds:
-        taken = _exchange_bytes(kind) if kind.is_worlds(everybody) else kind_bytes(kind)
-        found[np.concatenate(kind.groups)] += taken
-    return found
+        total[np.concatenate(kind.groups)] += _exchange_bytes(kind) if kind.is_worlds(everybody) else kind_bytes(kind)
+    return total
 
 
 def _exchange_bytes(kind: CommunicatorKind) -> int:
-    """Bytes of connections for messages and all-to-alls: to peers on the same node, and one for all other nodes."""
-    exchanges = any(not isinstance(use, Axes) or use.exchanges for use in kind.uses)
+    """Return the bytes of connections for messages and all-to-alls: to peers of a node, and one to other nodes."""
+    if not any(not isinstance(use, Axes) or use.exchanges for use in kind.uses):
+        return 0
     channels = max_ctas(kind.uses[0]) or PEER_CHANNELS
     peers = max(max(nodes.values()) - 1 + (len(nodes) > 1) for nodes in map(_by_node, kind.groups))
-    return exchanges * peers * PEER_BYTES * channels // PEER_CHANNELS
+    return peers * PEER_BYTES * channels // PEER_CHANNELS
 
 
 def _collective_bytes(ranks: Ranks) -> int:
-    """Bytes of rings, trees and NVLS."""
-    local = max(_by_node(ranks).values())
-    return 3 * RING_BYTES + (local > 2) * local * NVLS_BYTES
+    """Return the bytes of rings, trees and NVLS."""
+    in_node = max(_by_node(ranks).values())
+    return 3 * RING_BYTES + (in_node * NVLS_BYTES if in_node > 2 else 0)
 
 
 def _by_node(ranks: Ranks) -> Counter[int]:
-    """Number of ranks on each node."""
+    """Return the number of ranks on each node."""
     return Counter(rank // NODE for rank in ranks)
 
 
@@ -89,9 +89,9 @@ CONTEXT, FRAGMENTATION = 10**9, 0.05
 
 
 def allowance_bytes(kinds: Sequence[CommunicatorKind], tensors: np.ndarray) -> np.ndarray:
-    """Allowances by rank, int64 [ranks, allowances]. `tensors`: bytes of each rank's tensors, int64 [ranks]."""
-    found = np.zeros((len(tensors), len(ALLOWANCES)), np.int64)
-    found[:, 0] = CONTEXT
-    found[:, 1] = bytes_by_rank(kinds, len(tensors))
-    found[:, 2] = (tensors * FRAGMENTATION).astype(np.int64)
-    return found
+    """Return the allowances by rank, int64 [ranks, allowances]. `tensors`: bytes of the tensors of each rank, int64
+    [ranks].
+    """
+    context = np.full(len(tensors), CONTEXT)
+    fragmentation = (tensors * FRAGMENTATION).astype(np.int64)
+    return np.stack([context, bytes_by_rank(kinds, len(tensors)), fragmentation], axis=1)

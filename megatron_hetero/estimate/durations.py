@@ -10,13 +10,16 @@ activations are copied to the host, work takes at least the operations that fit 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from megatron_hetero.estimate.experts import operations_above_mean, tokens_of
+from megatron_hetero.estimate.experts import expert_mlps, ranks_of_experts
 from megatron_hetero.estimate.shards import AssumedBatch
 from megatron_hetero.job.module import ModuleJob
+from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.names import TEXT
-from megatron_hetero.models.layers.parts import FORWARD, Tokens
+from megatron_hetero.models.layers.experts import ExpertMLP
+from megatron_hetero.models.layers.layer import Layer
+from megatron_hetero.models.layers.parts import FORWARD, MLPPart, Tokens
 from megatron_hetero.schedule.simulator import DurationKey
 
 COPIED = 8000
@@ -41,13 +44,13 @@ def module_durations(
     durations = dict[DurationKey, float]()
     for number, stage in enumerate(module.stages):
         layers = architecture.layers[stage.first : stage.last]
-        uneven = tokens.total * operations_above_mean(layers, layout, job.config.plan.expert_imbalance)
+        uneven = tokens.total * _operations_above_mean(layers, layout, job.config.plan.expert_imbalance)
         forward = local_share * (architecture.operations(tokens, stage, FORWARD) + uneven)
         step = local_share * (job.frozen.operations(name, job.shapes, tokens, stage) + uneven * passes.linear)
         again = forward * recompute.whole_layers(len(stage.layers)) / len(stage.layers)
         if passes.linear > 1:
             mlps = (layer.mlp for layer in layers)
-            chunked = (mlp for mlp in mlps if recompute.chunks(math.ceil(tokens_of(mlp, local_tokens, layout))))
+            chunked = (mlp for mlp in mlps if recompute.chunks(math.ceil(_mlp_tokens(mlp, local_tokens, layout))))
             again += local_tokens * sum(mlp.first_product for mlp in chunked) / layout.ways("weights")
         if several_calls:
             again += forward
@@ -70,3 +73,19 @@ def _replica_tokens(assumed: AssumedBatch, module: str) -> tuple[Tokens, float]:
     largest = {n: max(map(len, assumed.encoder_shards(module, n).assigned)) for n in assumed.sizes_of_calls(module)}
     images = sum(largest[len(call)] for call in calls) / sum(map(len, calls))
     return assumed.job.shapes.encoders[module].tokens(assumed.sample.sizes[module][:1]), images
+
+
+def _mlp_tokens(mlp: MLPPart, tokens: float, layout: Layout) -> float:
+    """Return the tokens that pass through an MLP on a rank with `tokens`, which tp ranks share. Of an MLP with experts,
+    these are the tokens that the rank routes.
+    """
+    return tokens / layout.ways("weights") if isinstance(mlp, ExpertMLP) else tokens
+
+
+def _operations_above_mean(layers: Iterable[Layer], layout: Layout, imbalance: float) -> float:
+    """Return the operations per token of a forward pass above the mean on the rank whose experts get `imbalance` times
+    the mean of tokens. On average each rank computes as much as its local tokens need, wherever experts are.
+    """
+    if ranks_of_experts(layout) == 1:
+        return 0.0
+    return sum(6 * mlp.top_k * mlp.ffn * mlp.hidden for mlp in expert_mlps(layers)) * (imbalance - 1)

@@ -1,4 +1,4 @@
-"""What layers with experts exchange and compute in a step, under uniform routing. Pure."""
+"""Experts on the ranks of a layout, and what they exchange in a step if routing is uniform. Pure."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from megatron_hetero.layout.pipeline import stages_of_rank
 from megatron_hetero.models.layers.dispatch import Sizes, block
 from megatron_hetero.models.layers.experts import ExpertMLP
 from megatron_hetero.models.layers.layer import Layer
-from megatron_hetero.models.layers.parts import MLPPart
 
 FORWARD, BACKWARD = 5, 3
-"""All-to-alls of a layer: sizes, choices, weights, rows and results; gradients of results, rows and weights."""
+"""All-to-alls of a layer, forward (sizes, choices, weights, rows, results) and backward (gradients of results, rows,
+weights)."""
 _SIZE, _CHOICE = 8, 4
-"""Bytes of a number of rows or pairs, and of a choice."""
+"""Bytes of a count of rows or pairs, and of a choice of an expert."""
 
 
 @dataclass(frozen=True)
 class ExpertTraffic:
-    """What a rank receives from the others that have experts.
+    """What a rank receives from other ranks that have experts.
 
     Attributes:
-        rows: of a layer in a micro-batch, on average.
-        received: bytes in a step, on average.
-        exchanges: all-to-alls in a step.
-        waits: how often the host waits for the device in a step, for sizes of exchanges and of products in parts.
+        rows: average number of rows of a layer in a micro-batch.
+        received: average number of bytes in a step.
+        exchanges: number of all-to-alls in a step.
+        waits: how often the host waits for the device in a step, for the sizes of exchanges and of chunked products.
     """
 
     rows: int
@@ -39,61 +39,54 @@ class ExpertTraffic:
 
 
 def expert_mlps(layers: Iterable[Layer]) -> list[ExpertMLP]:
-    """The MLPs with experts of `layers`."""
+    """Return the MLPs with experts of `layers`."""
     return [layer.mlp for layer in layers if isinstance(layer.mlp, ExpertMLP)]
 
 
 def experts_of_ranks(experts: int, ranks: int) -> tuple[int, int]:
-    """The fewest and the most experts of one of `ranks`."""
+    """Return the minimum and the maximum number of experts on one of `ranks`."""
     sizes = [stop - start for start, stop in (block(experts, rank, ranks) for rank in range(ranks))]
     return min(sizes), max(sizes)
 
 
 def ranks_of_experts(layout: Layout) -> int:
-    """The number of ranks that experts are divided over."""
+    """Return the number of ranks over which experts are divided."""
     return layout.ways("experts", view=EXPERTS) if EXPERTS in layout.views else 1
 
 
 def with_experts_over(layout: Layout, ranks: int) -> Layout:
-    """The layout with experts divided over `ranks`, a divisor of the ranks of a stage."""
-    return replace(layout, folds=tuple(Fold(v, (ranks,) if v == EXPERTS else stated) for v, stated in layout.folds))
+    """Return the layout with experts divided over `ranks`, a divisor of the ranks of a stage."""
+    folds = (Fold(view, (ranks,) if view == EXPERTS else stated) for view, stated in layout.folds)
+    return replace(layout, folds=tuple(folds))
 
 
-def tokens_of(mlp: MLPPart, tokens: float, layout: Layout) -> float:
-    """Tokens that pass through an MLP on a rank with `tokens`, which tp ranks share: of experts those it routes."""
-    return tokens / layout.ways("weights") if isinstance(mlp, ExpertMLP) else tokens
-
-
-def operations_above_mean(layers: Iterable[Layer], layout: Layout, imbalance: float) -> float:
-    """Operations per token of a forward pass that the rank computes whose experts get `imbalance` times the mean, and
-    others do not. On average each rank computes as much as its own tokens need, wherever experts are.
-    """
-    routed = sum(6 * mlp.top_k * mlp.ffn * mlp.hidden for mlp in expert_mlps(layers))
-    return routed * (imbalance - 1) * (ranks_of_experts(layout) > 1)
-
-
-def expert_traffic(assumed: AssumedBatch, at: int) -> ExpertTraffic | None:
-    """The traffic of a rank of the text module at pipeline coordinate `at`; None if its host does not wait."""
+def expert_traffic(assumed: AssumedBatch, coordinate: int) -> ExpertTraffic | None:
+    """Return the traffic of a rank of the text module at a pipeline coordinate; None if its host never waits."""
     job = assumed.job
     layout, layers = job.layouts[TEXT], job.shapes.text.architecture.layers
-    stages = stages_of_rank(job.stages[TEXT], at, layout.pp)
+    stages = stages_of_rank(job.stages[TEXT], coordinate, layout.pp)
     sparse = expert_mlps(layers[number] for stage in stages for number in stage.layers)
     ranks, recompute = ranks_of_experts(layout), job.text.recompute
-    tokens = sum(assumed.lengths) / layout.ways("weights", "tokens")
-    reads = recompute.chunks(round(tokens)) or job.config.model.dtype != "bfloat16"
-    if not sparse or not (waits := (ranks > 1) + reads):
+    tokens = round(sum(assumed.lengths) / layout.ways("weights", "tokens"))
+    reads_sizes = recompute.chunks(tokens) or job.config.model.dtype != "bfloat16"
+    waits = (ranks > 1) + reads_sizes
+    if not sparse or not waits:
         return None
-    whole = (number for stage in stages for number in stage.layers[: recompute.whole_layers(len(stage.layers))])
-    again = expert_mlps(layers[number] for number in whole)
+    recomputed_layers = (
+        number for stage in stages for number in stage.layers[: recompute.whole_layers(len(stage.layers))]
+    )
+    recomputed = len(expert_mlps(layers[number] for number in recomputed_layers))
     passes = 1 + job.schedule.module[TEXT].backward
-    mlp, itemsize = sparse[0], job.dtype.itemsize
-    rows = sum(Sizes.expected(round(tokens), mlp.top_k, ranks, 1.0).received[1:])
-    passed = rows * (2 * mlp.hidden + mlp.top_k) * itemsize
-    chosen = rows * mlp.top_k * _CHOICE + (ranks - 1) * 2 * _SIZE
+    mlp = sparse[0]
+    rows = sum(Sizes.expected(tokens, mlp.top_k, ranks, 1.0).received[1:])
+    row_bytes = rows * (2 * mlp.hidden + mlp.top_k) * job.dtype.itemsize
+    choice_bytes = rows * mlp.top_k * _CHOICE + (ranks - 1) * 2 * _SIZE
+    received = len(sparse) * (row_bytes * passes + choice_bytes) + recomputed * row_bytes
+    exchanges = len(sparse) * (FORWARD + BACKWARD * (passes - 1)) + recomputed * BACKWARD
     times = job.batch.micro_batches
     return ExpertTraffic(
-        rows,
-        times * (len(sparse) * (passed * passes + chosen) + len(again) * passed),
-        times * (ranks > 1) * (len(sparse) * (FORWARD + BACKWARD * (passes - 1)) + len(again) * BACKWARD),
-        times * len(sparse) * waits,
+        rows=rows,
+        received=times * received,
+        exchanges=times * exchanges if ranks > 1 else 0,
+        waits=times * len(sparse) * waits,
     )

@@ -102,8 +102,8 @@ def combined(
 
 @lru_cache(maxsize=4096)
 def stage_bytes(measured: Measured, stage: PipelineStage, work: Work, *, offload: bool = False) -> StageBytes:
-    """Memory of a stage on a rank with this work, without the rows that enter it. `offload`: whether its activations
-    are offloaded.
+    """Return the memory of a stage on a rank with this work, without the rows that enter it. `offload`: whether its
+    activations are offloaded.
     """
     if len(work) != 1:
         return _several_calls(measured, stage, work, offload=offload)
@@ -200,7 +200,7 @@ class RankBytes:
 
 
 def peak_activations(schedule: Schedule, role: Role, sizes: RankBytes) -> tuple[int, int, int]:
-    """Return the peak bytes of activations on a rank of `role`, of workspace above it, and of activations on the host."""
+    """Return the peak bytes on a rank of `role`: of activations, of workspace above it, of activations on the host."""
     ledger = _Ledger(schedule, sizes)
     for action in role.actions:
         ledger.execute(action)
@@ -273,7 +273,7 @@ class _Ledger:
         encoder = self.sizes.stages.get((action.module, source_stage, len(call)))
         runs_again = module.recomputes or (encoder is not None and encoder.several_calls)
         if (not module.backward or runs_again) and m == call[-1]:
-            # No backward pass needs the rows, which those of a call share.
+            # No backward pass needs the rows, which share one tensor for all micro-batches of a call.
             self._free(("encoded", edge, call[0]))
 
     def _forward(self, action: Action, stage: StageBytes, call: range) -> None:

@@ -79,7 +79,7 @@ class Measured:
         layout = Layout(layout.tp, layout.sp, layout.cp, dp=dp, pp=1, ranks=ranks, folds=layout.folds)
         settings = replace(settings, parallel="", layers=(), zero=1, patches_per_call=0, lr=None, hf_path=None)
         settings = replace(settings, token=None, min_pixels=None, max_pixels=None, offload=OffloadConfig())
-        settings = replace(settings, precision=PrecisionConfig(), lora=LoraConfig())  # The shape has adapters.
+        settings = replace(settings, precision=PrecisionConfig(), lora=LoraConfig())  # Adapters are in the shape.
         small = replace(module, name="", prefix="", layout=layout, stages=(), settings=settings, optimizer=NONE)
         return cls(small, gpu, imbalance)
 
@@ -165,7 +165,7 @@ def _embed_patches(model: Any, shard: SequenceShard, patches: Tensor) -> list[Te
 def _loss(model: Any, shard: SequenceShard, hidden: Tensor) -> list[Tensor]:
     places = _tensor(shard.supervised, dtype=torch.int64)
     batch = TextInput(places, places, places, places, {}, _NO_ATTENTION)
-    normed = model.final_layernorm(hidden)  # Alive during the loss, as in the model's own forward pass.
+    normed = model.final_layernorm(hidden)  # It is alive during the loss, as in the forward pass of the model.
     return [model.loss(batch, normed)]
 
 
@@ -194,7 +194,7 @@ def _built(measured: Measured, submodule: Submodule) -> Any:
     for name, parameter in model.named_parameters():
         if stored[stage.global_name(name)][0].name in module.frozen:
             parameter.requires_grad_(False)
-        else:  # Gradients are added to those of earlier micro-batches, elsewhere.
+        else:  # Gradients are accumulated in buffers, which `parameters` counts.
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
     # The kernel of the target device, without optional packages.
     device = "cuda" if measured.gpu else "cpu"

@@ -1,4 +1,4 @@
-"""An estimate as one figure: the modules and stages of each rank, and the schedule."""
+"""Draws an estimate as one figure: the modules and stages of each rank, and the schedule."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_MARKS = 128
-"""The most marks between replicas or ranks of a module."""
+"""Limit on the marks between replicas or ranks of a module."""
 CHARACTER = 0.0068
-"""Width of a label's character as a share of the figure."""
+"""Width of a character of a label, as a share of the figure."""
 
 
 def draw_estimate(estimate: Estimate, file: Path) -> None:
@@ -70,9 +70,9 @@ def _draw_topology(axis: Axes, estimate: Estimate, colours: Mapping[str, str]) -
 
 
 def _texts(estimate: Estimate, name: str, layout: Layout, stage: int) -> list[str]:
-    """Candidate labels of a block, longest first."""
-    held = stages_of_rank(estimate.job.stages[name], stage, layout.pp)
-    layers = ", ".join(str(s).removeprefix("layers ") for s in held)
+    """Return candidate labels of a block, longest first."""
+    stages = stages_of_rank(estimate.job.stages[name], stage, layout.pp)
+    layers = ", ".join(str(each).removeprefix("layers ") for each in stages)
     axes = " x ".join(f"{axis}:{n}" for axis, n in layout.degrees.items() if n > 1 and axis != "pp") or "one rank"
     parameters = f"{estimate.parameters[name, stage].parameters / 1e6:,.1f} M parameters each"
     number = f"pp {stage}: " if layout.pp > 1 else ""

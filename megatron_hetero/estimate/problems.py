@@ -1,4 +1,4 @@
-"""Problems that an estimate shows: memory, idle ranks, uneven stages, padding, each with a fix. Pure."""
+"""Finds problems of an estimate: memory, idle ranks, uneven stages, padding, each with a fix. Pure."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from megatron_hetero.models.shapes import assumed_sample
 from megatron_hetero.schedule.program import Role
 
 MAX_IDLE = 0.3
-"""Share of a step that ranks may wait without a report."""
+"""Share of a step that ranks may wait before it is reported."""
 MAX_PADDING = 0.01
-"""Share of a width that may be padding without a report."""
+"""Share of a width that may be padding before it is reported."""
 UNEVEN = 1.25
-"""Ratio to the mean that a pipeline stage may compute, or that a rank may have experts, without a report."""
+"""Ratio to the mean, of the work of a pipeline stage or the experts of a rank, above which it is reported."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Problem:
 
 
 def problems_of(estimate: Estimate) -> tuple[Problem, ...]:
-    """All problems of an estimate, the most severe kinds first."""
-    of_samples = (_assumption, _idle_replicas, _empty_shards, _exchanges)
-    finders = (_memory, *of_samples, _waiting, _stages, _experts, _heads, _padding)
+    """Return all problems of an estimate, the most severe kinds first."""
+    sample_problems = (_assumption, _idle_replicas, _empty_shards, _exchanges)
+    finders = (_memory, *sample_problems, _waiting, _stages, _experts, _heads, _padding)
     return tuple(problem for find in finders for problem in find(estimate))
 
 
@@ -67,26 +67,25 @@ def _gb(size: float) -> str:
 
 
 def _against_memory(estimate: Estimate, limit: int, modules: tuple[str, ...]) -> str:
-    """Settings that fit; without any, the closest ones, a larger world, or more ranks for `modules`."""
-    found = find_fitting(estimate, limit)
-    if found.attempts:
-        texts = [f"{a.flags} ({_costs(a)}, about {a.slowdown:.2f} times the time of a step)" for a in found.attempts]
+    """Return settings that fit; else the closest settings, a larger world, or more ranks for `modules`."""
+    fitting = find_fitting(estimate, limit)
+    if fitting.attempts:
+        texts = [f"{a.flags} ({_costs(a)}, about {a.slowdown:.2f} times the time of a step)" for a in fitting.attempts]
         return f"try {', or '.join(texts)}"
     missed = "no setting that was tried saves memory"
-    if (best := found.closest) is not None:
+    if (best := fitting.closest) is not None:
         missed = (
             "no one or two settings that were tried are enough: the closest are "
             f"{best.flags}, with {_costs(best)} ({_gb(best.needed - limit)} too much)"
         )
-    if found.larger is not None:
-        larger = found.larger
+    if (larger := fitting.larger) is not None:
         flags = f"--world-size {larger.estimate.world_size} {larger.flags}"
         return f"{missed}. {larger.estimate.world_size:,} ranks are enough: {flags} ({_costs(larger)})"
     return f"{missed}. Give {' and '.join(modules)} more ranks, or lower {micro_batch_setting(estimate.job.config)}"
 
 
 def _costs(attempt: Attempt) -> str:
-    """Memory of an attempt, and whether it rounds states."""
+    """Return the memory of an attempt as text, and whether it rounds states."""
     host = int(attempt.estimate.host_memory.sum())
     on_host = f" and {_gb(host)} of all hosts" if host else ""
     return f"{_gb(attempt.needed)}{on_host}{', states rounded' if attempt.change.rounds else ''}"
@@ -98,7 +97,7 @@ def _costs(attempt: Attempt) -> str:
 def _assumption(estimate: Estimate) -> Iterator[Problem]:
     config = estimate.job.config
     data, chosen = config.data, config.plan
-    sample = assumed_sample(chosen, estimate.job.shapes)  # Not lengthened to fill a token budget.
+    sample = assumed_sample(chosen, estimate.job.shapes)  # Without text that fills a token budget.
     if sample.tokens > data.max_seq_length:
         yield Problem(
             f"the assumed sample has {sample.tokens:,} tokens, more than data.max_seq_length, {data.max_seq_length:,}: "
@@ -125,7 +124,7 @@ def _idle_replicas(estimate: Estimate) -> Iterator[Problem]:
     for name in estimate.job.shapes.encoders:
         size = estimate.assumed.sizes_of_calls(name)[0]
         assigned, layout = estimate.assumed.encoder_shards(name, size).assigned, estimate.job.layouts[name]
-        images, idle = sum(map(len, assigned)), sum(not mine for mine in assigned)
+        images, idle = sum(map(len, assigned)), sum(not pieces for pieces in assigned)
         setting = micro_batch_setting(estimate.job.config)
         if images and idle:
             what = "a micro-batch" if size == 1 else f"{size} micro-batches"
@@ -154,7 +153,7 @@ def _empty_shards(estimate: Estimate) -> Iterator[Problem]:
 
 
 def _exchanges(estimate: Estimate) -> Iterator[Problem]:
-    """Encoders without windows whose tokens are split: every layer exchanges them."""
+    """Find encoders without windows whose tokens are split, so that every layer exchanges them."""
     for name, shape in estimate.job.shapes.encoders.items():
         layout, windowed = estimate.job.layouts[name], any(e.attention.windowed for e in shape.architecture.layers)
         split = [f"{axis}:{layout.degrees[axis]}" for axis in axes_of("tokens") if layout.degrees[axis] > 1]
@@ -182,9 +181,9 @@ def _waiting(estimate: Estimate) -> Iterator[Problem]:
     shares = {role: estimate.simulation.bubble(role.ranks[0]) for role in estimate.job.schedule.roles}
     waiting = {role: share for role, share in shares.items() if share > MAX_IDLE}
     for names in dict.fromkeys(_modules(role) for role in waiting):
-        found = {role: share for role, share in waiting.items() if _modules(role) == names}
-        role, share = max(found.items(), key=lambda pair: pair[1])
-        ranks = sum(len(r.ranks) for r in found)
+        same = {role: share for role, share in waiting.items() if _modules(role) == names}
+        role, share = max(same.items(), key=lambda pair: pair[1])
+        ranks = sum(len(r.ranks) for r in same)
         where = " and ".join(names)
         yield Problem(
             f"{_counted(ranks, 'rank')} of {where} wait for up to {share:.0%} of a step, such as "
@@ -218,7 +217,7 @@ def _against_waiting(estimate: Estimate, names: tuple[str, ...]) -> str:
 
 
 def _against_bubble(estimate: Estimate) -> str:
-    """Advice that shortens the bubble of the text module's pipeline."""
+    """Return advice that shortens the bubble of the text module's pipeline."""
     layout, config, text = estimate.job.layouts[TEXT], estimate.job.config, estimate.job.schedule.text
     if layout.pp == 1:
         return f"give {TEXT} fewer ranks, or share ranks with the encoder"
@@ -293,11 +292,11 @@ def _is_uneven(experts: int, ranks: int) -> bool:
 
 def _heads(estimate: Estimate) -> Iterator[Problem]:
     layout, kv_heads = estimate.job.layouts[TEXT], estimate.job.shapes.text.architecture.kv_heads
-    if not kv_heads:  # No layer has any.
+    if not kv_heads:  # No layer has key/value heads.
         return
-    held = lcm(kv_heads, layout.tp) // kv_heads
-    on_rank = kv_heads * held // layout.tp
-    copies = held * lcm(on_rank, layout.sp) // on_rank
+    tp_copies = lcm(kv_heads, layout.tp) // kv_heads
+    on_rank = kv_heads * tp_copies // layout.tp
+    copies = tp_copies * lcm(on_rank, layout.sp) // on_rank
     if copies > 1:
         what = f"tp:{layout.tp}" + (f" and sp:{layout.sp}" if layout.sp > 1 else "")
         yield Problem(
@@ -322,14 +321,16 @@ def _padding(estimate: Estimate) -> Iterator[Problem]:
             )
 
 
-# -------------------------------------------------------------------------------------------------- words
+# --------------------------------------------------------------------------------------------------- text
 
 
 def _counted(number: int, what: str) -> str:
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
-def shortened(ranks: tuple[int, ...] | list[int], most: int = 28) -> str:
-    """Ranks as ranges, truncated to about `most` characters."""
+def shortened(ranks: tuple[int, ...] | list[int], limit: int = 28) -> str:
+    """Return ranks as ranges, truncated to about `limit` characters."""
     text = format_ranks(ranks)
-    return text if len(text) <= most else f"{text[: text.rindex(',', 0, most - 1)]},…" if "," in text[:most] else text
+    if len(text) <= limit or "," not in text[:limit]:
+        return text
+    return f"{text[: text.rindex(',', 0, limit - 1)]},…"

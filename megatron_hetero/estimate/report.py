@@ -1,4 +1,4 @@
-"""The `--plan` command: an estimate as text for the terminal."""
+"""The `--plan` command: prints an estimate to the terminal."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from megatron_hetero.models.shapes import item_types
 from megatron_hetero.schedule.drawing import require_plot, timeline
 
 NOT_COUNTED = (
-    "Not counted: micro-batches that wait to be used (but for the pixels that the patch embedding keeps), and messages "
-    "between stages on their way. Logits are counted: as probabilities of the supervised tokens in fp32 with the "
-    "activations, and the rest of what the loss needs with the workspace. Activations are those of plain PyTorch "
-    "layers on a GPU; Transformer Engine keeps less."
+    "Not counted: micro-batches that wait to be used (except the pixels that the patch embedding saves), and messages "
+    "between stages in transit. Logits are counted: as probabilities of the supervised tokens in fp32 with the "
+    "activations, and what else the loss needs with the workspace. Activations are those of plain PyTorch layers on a "
+    "GPU; Transformer Engine saves less."
 )
 SHOWN_ROLES = (8, 4)
-"""Lines of the schedule that are shown for the first and the last roles."""
+"""Number of lines of the schedule that are shown for the first and for the last roles."""
 SHOWN_KINDS = 24
-"""The most rows of the memory table; with more, each role shows its largest."""
+"""Limit on the rows of the memory table; if there are more, it shows the largest row of each role."""
 WIDTH = 150
-"""Columns where the output is not a terminal."""
+"""Width in columns if the output is not a terminal."""
 
 
 def print_estimate(estimate: Estimate) -> None:
@@ -65,7 +65,7 @@ def _described(estimate: Estimate, width: int) -> Iterator[RenderableType]:
 
 
 def assumptions(estimate: Estimate) -> list[str]:
-    """The job and the assumptions about its data, as sentences."""
+    """Return the job and the assumptions about its data, as sentences."""
     config, batch, sample = estimate.job.config, estimate.job.batch, estimate.assumed.sample
     texts = "replica" if batch.replicas == 1 else "replicas"
     lines = [
@@ -110,10 +110,10 @@ def _modules(estimate: Estimate) -> Table:
     for name, layout in estimate.job.layouts.items():
         sizes = [len(stage.layers) for stage in estimate.job.stages[name]]
         stages = f"{len(sizes)} of {_between(sizes)} layers" if len(sizes) > 1 else f"{sizes[0]} layers"
-        held = [estimate.parameters[name, at] for at in range(layout.pp)]
+        each = [estimate.parameters[name, coordinate] for coordinate in range(layout.pp)]
         table.add_row(
             name, layout.degrees_text, shortened(layout.ranks), stages,
-            _between([h.parameters for h in held]), _between([h.trained for h in held]),
+            _between([sizes.parameters for sizes in each]), _between([sizes.trained for sizes in each]),
         )  # fmt: skip
     return table
 
@@ -168,9 +168,10 @@ def _experts(estimate: Estimate) -> Table:
 def _experts_text(estimate: Estimate) -> str:
     imbalance = estimate.job.config.plan.expert_imbalance
     return (
-        f"Memory and time are of a rank whose experts get {imbalance:g} times the mean (plan.expert_imbalance). Rows "
-        "are those of a layer in a micro-batch, from other ranks, and like all bytes an average. On GPUs of compute "
-        "capabilities other than 9 and 10 the host waits once more per sparse layer and micro-batch."
+        f"Memory and time are those of a rank whose experts get {imbalance:g} times the mean of tokens "
+        "(plan.expert_imbalance). Rows, from other ranks, are those of a layer in a micro-batch; rows and bytes are "
+        "averages. On GPUs of compute capabilities other than 9 and 10 the host waits once more per sparse layer and "
+        "micro-batch."
     )
 
 
@@ -195,7 +196,7 @@ def _memory(estimate: Estimate) -> Table:
 
 
 def _allowance_text(estimate: Estimate) -> str:
-    """The parts of the allowance, and the share of a GPU's memory in use."""
+    """Return the entries of the allowance, and the share of a GPU's memory in use, as a sentence."""
     worst, limit = int(estimate.totals.argmax()), estimate.job.config.plan.memory_bytes
     context, communicators, fragments = map(size_text, estimate.allowance[worst].tolist())
     text = (
@@ -208,14 +209,14 @@ def _allowance_text(estimate: Estimate) -> str:
 
 
 def _host_text(estimate: Estimate) -> str:
-    """Host memory of ranks and nodes, if any is used."""
+    """Return a sentence about the host memory of ranks and nodes; empty if they use none."""
     kinds = {"optimizer states": estimate.host_states, "activations": estimate.host_activations}
-    most = [f"{size_text(int(sizes.max()))} of {what}" for what, sizes in kinds.items() if sizes.any()]
-    if not most:
+    peaks = [f"{size_text(int(sizes.max()))} of {what}" for what, sizes in kinds.items() if sizes.any()]
+    if not peaks:
         return ""
     node = max(estimate.host_memory[start : start + NODE].sum() for start in range(0, estimate.world_size, NODE))
     return (
-        f"In host memory (--MODULE-offload): up to {' and '.join(most)} for a rank, {size_text(int(node))} on a node "
+        f"In host memory (--MODULE-offload): up to {' and '.join(peaks)} for a rank, {size_text(int(node))} on a node "
         f"of {NODE} ranks. "
     )
 
@@ -232,14 +233,13 @@ def _communicators(estimate: Estimate) -> Table:
 
 def _communicators_text(estimate: Estimate) -> str:
     ranks = [role.ranks[0] for role in estimate.job.schedule.roles]
-    held = {rank: sum(bool(kind.uses_of(rank)) for kind in estimate.communicators) for rank in ranks}
+    count = max(sum(bool(kind.uses_of(rank)) for kind in estimate.communicators) for rank in ranks)
     buffers = estimate.allowance[:, ALLOWANCES.index("communicators")]
-    most = int(buffers.argmax())
+    worst = int(buffers.argmax())
     return (
-        f"Made by {len(estimate.communicators)} calls of all ranks, in addition to the world's. A rank has at most "
-        f"{max(held.values())}, and about {size_text(int(buffers[most]))} of NCCL's buffers once all "
-        "have been used (rank "
-        f"{most}), by figures from eight H100 with NVLink; NCCL_MAX_P2P_NCHANNELS and NCCL_MAX_CTAS lower it."
+        f"Created by {len(estimate.communicators)} calls of all ranks, in addition to the world's. A rank has at most "
+        f"{count}, and about {size_text(int(buffers[worst]))} of NCCL's buffers once all have been used (rank "
+        f"{worst}), by figures from eight H100 with NVLink; NCCL_MAX_P2P_NCHANNELS and NCCL_MAX_CTAS lower it."
     )
 
 
@@ -248,8 +248,9 @@ def _communicators_text(estimate: Estimate) -> str:
 
 def _schedule(estimate: Estimate, width: int) -> Iterator[str]:
     simulation = estimate.simulation
-    works = [w for w in (s.end - s.start for spans in simulation.spans for s in spans if s.action.op == "run") if w]
-    unit = max(min(works), max(works) / 4) if works else 1.0
+    lengths = [span.end - span.start for spans in simulation.spans for span in spans if span.action.op == "run"]
+    lengths = [length for length in lengths if length > 0]
+    unit = max(min(lengths), max(lengths) / 4) if lengths else 1.0
     columns = max(10, width // 5)
     lines = timeline(simulation, unit=unit, columns=columns).splitlines()
     yield f"Schedule; work takes as long as it has operations, a cell is {unit / 1e12:,.3g} TFLOP of a rank"
@@ -269,7 +270,7 @@ def _schedule(estimate: Estimate, width: int) -> Iterator[str]:
 
 
 def show_estimate(config: Config, request: EstimateRequest) -> None:
-    """Print the estimate of a configuration, and draw it on request. Raises `UserError`."""
+    """Print the estimate of a configuration, and draw it if requested. Raises `UserError`."""
     plot = request.plot
     if plot is not None:
         require_plot(plot)

@@ -1,11 +1,11 @@
-"""Search for settings that fit a job into memory. Pure.
+"""Searches for settings with which a job fits into memory. Pure.
 
-Each change of `CHANGES` is estimated alone, then pairs of them; then the same layouts on more ranks. The time of a step
-is that of its simulation, times the factor of the change for what the simulation does not see: kernels of smaller
+Each change of `CHANGES` is estimated alone, then pairs of changes; then the same layouts on more ranks. The time of a
+step is that of its simulation, times a factor of the change for what the simulation does not see: kernels of smaller
 matrices, transfers, collectives.
 
-An entry of `CHANGES` is a function of the estimate that yields the changes that it would try, if any; their order
-matters only between changes of equal cost.
+An entry of `CHANGES` is a function that yields the changes to try for an estimate, if any; their order matters only
+between changes of equal cost.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Settings = Mapping[str, object]
 
 
 def with_settings(config: Config, settings: Settings) -> Config:
-    """The configuration with these settings changed. Raises `UserError` where they conflict."""
+    """Return the configuration with these settings changed. Raises `UserError` where they conflict."""
     return _changed(config, settings, Config)
 
 
 def _changed(node: Any, settings: Settings, kind: Any) -> Any:
-    """Change settings below `node`, a section or a mapping; the empty name is `node` itself. `kind`: its type, which
-    gives the type of new names of a mapping.
+    """Return `node`, a section or a mapping, with settings changed; the empty name is `node` itself. `kind`: its type,
+    which gives the type of new entries of a mapping.
     """
     if "" in settings:
         return settings[""]
@@ -56,37 +56,35 @@ def _changed(node: Any, settings: Settings, kind: Any) -> Any:
 
 
 def flags_of(settings: Settings) -> str:
-    """The settings as flags of the command line."""
+    """Return the settings as flags of the command line."""
     return " ".join(f"{flag_of(name)} {str(value).lower()}" for name, value in settings.items())
 
 
 SMALLER = 1.05
-"""Slowdown of halved micro-batches: smaller kernels, twice as many collectives."""
+"""Slowdown of halving micro-batches: smaller kernels, twice as many collectives."""
 DOUBLED = {"tp": 1 / (1 - 0.28), "pp": 1.06, "cp": 1.1}
 """Slowdown of doubling this degree of the text module in place of dp. Throughput falls by 28 % with tp and by some 6 %
-with pp (Llama 3 70B, "Memory Tuning" in the documentation of Megatron Bridge; idle stages are in the simulation). For
-cp a guess in between.
+with pp (Llama 3 70B, "Memory Tuning" in the documentation of Megatron Bridge; idle stages are in the simulation). The
+value for cp is a guess.
 """
 EXCHANGED = {True: 1.02, False: 1.1}
 """Slowdown of doubling sp of an encoder in place of dp, with windows (few layers exchange tokens) and without: guesses.
 """
-
-
 DISPATCHED = 1.05
-"""Slowdown of doubling the ranks that experts are divided over: a guess for those of one node."""
+"""Slowdown of doubling the ranks over which experts are divided: a guess for ranks of one node."""
 SPLIT, ROUNDED = 1.005, 1.01
-"""Slowdown of split masters, and of rounded moments or gradients. Rounding costs no time, but exact settings rank
-first.
+"""Slowdown of split masters, and of rounded moments or gradients. Rounding costs no time, but exact settings are
+preferred.
 """
 CHUNK = 8192
-"""Tokens of a chunk, enough for efficient matrix products."""
+"""Tokens of a chunk: enough for efficient matrix products."""
 CALL = 16384
-"""Patches of an encoder's call, enough for a GPU not to wait for its host."""
+"""Patches of a call of an encoder: enough for a GPU not to wait for its host."""
 SELECTED = 1.03
 """Slowdown of recomputing norms and activation functions: a guess."""
 OFFLOADED = 1.02
-"""Slowdown of activation offloading beside the computation, for shared memory and bus bandwidth: a guess. Copies longer
-than the computation are in the simulation.
+"""Slowdown of activation offloading concurrent with the computation, which shares memory and bus bandwidth: a guess.
+The simulation has copies that are longer than the computation.
 """
 STREAMED = 1.3
 """Slowdown of streaming optimizer states from the host: a guess, for steps of some seconds."""
@@ -107,7 +105,7 @@ class Change:
 
 
 def split_activations(estimate: Estimate) -> Iterator[Change]:
-    """Split activations along the sequence over tp; traffic is the same."""
+    """Split activations along the sequence over tp; traffic stays the same."""
     for name, layout in estimate.job.layouts.items():
         if layout.tp > 1 and not estimate.job.sequence_parallel[name]:
             yield Change({f"modules.{name}.sequence_parallel": True})
@@ -122,14 +120,14 @@ def shorter_waves(estimate: Estimate) -> Iterator[Change]:
 
 
 def no_run_ahead(estimate: Estimate) -> Iterator[Change]:
-    """Let encoders on ranks of their own not run ahead."""
+    """Do not let encoders on ranks of their own run ahead."""
     ahead = any(encoder.style == "ahead" for encoder in estimate.job.schedule.encoders)
     if ahead and estimate.job.config.schedule.run_ahead != 0:
         yield Change({"schedule.run_ahead": 0})
 
 
 def rows_alone(estimate: Estimate) -> Iterator[Change]:
-    """Save the rows of encoders on shared ranks alone, and recompute their forward pass."""
+    """Save only the rows of encoders on shared ranks, and recompute their forward pass."""
     if any(encoder.style == "waves" for encoder in estimate.job.schedule.encoders):
         waves = {"schedule.waves": None} if estimate.job.config.schedule.waves is not None else {}
         yield Change({"schedule.kind": "recompute", **waves})
@@ -146,7 +144,7 @@ def recomputed_layers(estimate: Estimate) -> Iterator[Change]:
 
 
 def smaller_states(estimate: Estimate) -> Iterator[Change]:
-    """Store masters as a bfloat16 weight and 16 more bits, exactly; moments and gradients in bfloat16, rounded."""
+    """Store masters exactly, as a bfloat16 weight and 16 more bits; moments and gradients rounded to bfloat16."""
     halves = estimate.job.dtype == torch.bfloat16
     masters = {"master": "split"} if halves else {}
     moments = {"moments": "bfloat16"} if estimate.job.optimizer.moments else {}
@@ -160,7 +158,7 @@ def smaller_states(estimate: Estimate) -> Iterator[Change]:
 
 
 def _states(estimate: Estimate, chosen: Settings, unseen: float, *, rounds: bool = False) -> Iterator[Change]:
-    """Apply `chosen` to all trained modules that are in fp32."""
+    """Apply `chosen` settings of precision to all trained modules in which they are fp32."""
     settings = {
         f"modules.{name}.precision.{field}": value
         for name in _trained(estimate)
@@ -172,7 +170,7 @@ def _states(estimate: Estimate, chosen: Settings, unseen: float, *, rounds: bool
 
 
 def activations_on_the_host(estimate: Estimate) -> Iterator[Change]:
-    """Offload activations, beside the computation."""
+    """Offload activations, concurrently with the computation."""
     for name, module in estimate.job.modules.items():
         if module.passes_gradients and not module.settings.offload.activations:
             yield Change({f"modules.{name}.offload.activations": True}, OFFLOADED)
@@ -211,8 +209,8 @@ def chunked_mlps(estimate: Estimate) -> Iterator[Change]:
 def several_calls(estimate: Estimate) -> Iterator[Change]:
     """Encode a micro-batch in several calls, and repeat each in the backward pass."""
     for name in estimate.job.shapes.encoders:
-        most = max((sum(shard.tokens for shard in work) for work in estimate.shards[name].shards), default=0)
-        if most > CALL and name not in estimate.job.patch_limits:
+        patches = max((sum(shard.tokens for shard in work) for work in estimate.shards[name].shards), default=0)
+        if patches > CALL and name not in estimate.job.patch_limits:
             yield Change({f"modules.{name}.patches_per_call": CALL}, SMALLER)
 
 
@@ -232,14 +230,14 @@ def smaller_micro_batches(estimate: Estimate) -> Iterator[Change]:
 def images_over_more_ranks(estimate: Estimate) -> Iterator[Change]:
     """Split each image over more ranks, with fewer replicas of the encoder."""
     for name, shape in estimate.job.shapes.encoders.items():
-        longer = EXCHANGED[any(layer.attention.windowed for layer in shape.architecture.layers)]
-        yield from _over_more_ranks(estimate, name, "sp", longer)
+        slowdown = EXCHANGED[any(layer.attention.windowed for layer in shape.architecture.layers)]
+        yield from _over_more_ranks(estimate, name, "sp", slowdown)
 
 
 def text_over_more_ranks(estimate: Estimate) -> Iterator[Change]:
     """Split the text module over more ranks, with fewer replicas."""
-    for axis, longer in DOUBLED.items():
-        yield from _over_more_ranks(estimate, TEXT, axis, longer)
+    for axis, slowdown in DOUBLED.items():
+        yield from _over_more_ranks(estimate, TEXT, axis, slowdown)
 
 
 def experts_over_more_ranks(estimate: Estimate) -> Iterator[Change]:
@@ -251,17 +249,19 @@ def experts_over_more_ranks(estimate: Estimate) -> Iterator[Change]:
         yield Change({f"modules.{TEXT}.parallel": with_experts_over(layout, ranks).short(estimate.world_size)}, unseen)
 
 
-def _over_more_ranks(estimate: Estimate, name: str, axis: str, longer: float) -> Iterator[Change]:
+def _over_more_ranks(estimate: Estimate, name: str, axis: str, slowdown: float) -> Iterator[Change]:
     """Double one degree in place of dp, as often as possible; tp stays within a node."""
     layout, unseen = estimate.job.layouts[name], 1.0
     while layout.dp % 2 == 0 and (axis != "tp" or 2 * layout.tp <= NODE):
         layout = _with_degrees(layout, {"dp": layout.dp // 2, axis: 2 * layout.degrees[axis]})
-        unseen *= longer
+        unseen *= slowdown
         yield Change({f"modules.{name}.parallel": layout.short(estimate.world_size)}, unseen)
 
 
 def _with_degrees(layout: Layout, degrees: Mapping[str, int], ranks: tuple[int, ...] | None = None) -> Layout:
-    """Change degrees of the main view, and take those of further views that divide the ranks of a stage."""
+    """Return the layout with other degrees of the main view. Degrees of further views are lowered to divisors of the
+    ranks of a stage.
+    """
     ranks, degrees = ranks or layout.ranks, {**layout.degrees, **degrees}
     size = len(ranks) // degrees["pp"]
     folds = (Fold(view, tuple(gcd(degree, size) for degree in stated)) for view, stated in layout.folds)
@@ -288,26 +288,26 @@ CHANGES: tuple[Callable[[Estimate], Iterator[Change]], ...] = (
 """All changes that the search tries."""
 
 SHOWN = 2
-"""Alternatives that the search looks for."""
+"""Number of alternatives that the search returns."""
 LEAST_TRIES, MAX_TRIES = 8, 60
-"""Bounds on the number of estimates in a search."""
+"""Minimum and maximum number of estimates in a search."""
 EFFORT = 150_000
-"""Ranks and actions of all these estimates in total, some seconds' work."""
+"""Limit on the ranks and actions of all estimates of a search, some seconds' work."""
 OVERHEAD = 500
-"""Fixed cost of an estimate, in actions."""
+"""Fixed cost of an estimate, as a number of actions."""
 FACTORS = (2, 4)
-"""Factors by which larger worlds are tried."""
+"""Factors by which larger worlds have more ranks."""
 MAX_RANKS = 1024
-"""The largest world that is tried."""
+"""Ranks of the largest world that is tried."""
 SLACK = 1.02
-"""Pairs are estimated whose summed savings come this close to the limit."""
+"""A pair of changes is estimated if the sum of their savings reaches this multiple of the limit."""
 CLOSEST = 3
-"""Pairs that are estimated where none should fit, to report the closest."""
+"""Number of pairs that are estimated if none should fit, to report the closest one."""
 
 
 @dataclass(frozen=True, eq=False)
 class Attempt:
-    """An estimate with changed settings. `slowdown`: its step time over that without the change."""
+    """An estimate with changed settings. `slowdown`: the ratio of its step time to the step time without the change."""
 
     change: Change
     estimate: Estimate
@@ -315,7 +315,7 @@ class Attempt:
 
     @property
     def needed(self) -> int:
-        """The largest memory of a rank in bytes, allowance included."""
+        """The maximum memory of a rank in bytes, allowance included."""
         return int(self.estimate.totals.max())
 
     @property
@@ -326,7 +326,9 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Fitting:
-    """Up to `SHOWN` attempts that fit, fastest first; without any, the closest one, and one that fits on more ranks."""
+    """Up to `SHOWN` attempts that fit, fastest first; if there are none, the closest attempt, and one that fits on more
+    ranks.
+    """
 
     attempts: tuple[Attempt, ...] = ()
     closest: Attempt | None = None
@@ -357,7 +359,7 @@ def find_fitting(estimate: Estimate, limit: int) -> Fitting:
 
 
 def planned(base: Estimate, change: Change, world_size: int | None = None) -> Attempt | None:
-    """Estimate `base` with a change; None where the configuration is invalid."""
+    """Return the estimate of `base` with a change; None if the configuration is invalid."""
     try:
         config = with_settings(base.job.config, change.settings)
         estimate = Estimate.of(config, world_size or base.world_size, gpu=base.gpu)
@@ -367,7 +369,7 @@ def planned(base: Estimate, change: Change, world_size: int | None = None) -> At
 
 
 def _cheapest(attempts: Sequence[Attempt], limit: int) -> tuple[Attempt, ...]:
-    """Attempts that fit, fastest first, one for each set of settings."""
+    """Return the attempts that fit, fastest first, one for each set of settings."""
     fitting = sorted((a for a in attempts if a.needed <= limit), key=lambda attempt: attempt.slowdown)
     chosen: dict[frozenset[str], Attempt] = {}
     for attempt in fitting:
@@ -376,7 +378,9 @@ def _cheapest(attempts: Sequence[Attempt], limit: int) -> tuple[Attempt, ...]:
 
 
 def _pairs(alone: Sequence[Attempt], estimate: Estimate, limit: int) -> list[Change]:
-    """Pairs of changes of different settings that should fit, fastest first; without any, those that need least."""
+    """Return pairs of changes of different settings that should fit, fastest first; if there are none, the pairs that
+    need the least memory.
+    """
     pairs = [(a, b) for a, b in combinations(alone, 2) if not a.change.settings.keys() & b.change.settings.keys()]
     needed = [int((a.estimate.totals + b.estimate.totals - estimate.totals).max()) for a, b in pairs]
     by_time = sorted(range(len(pairs)), key=lambda i: pairs[i][0].slowdown * pairs[i][1].slowdown)
@@ -396,8 +400,8 @@ def _pairs(alone: Sequence[Attempt], estimate: Estimate, limit: int) -> list[Cha
 
 
 def _on_more_ranks(estimate: Estimate, closest: Attempt | None, limit: int) -> Attempt | None:
-    """The same layouts on more ranks, with the present settings or the closest ones: more replicas of encoders; more
-    replicas, stages, or tp within a node for the text module.
+    """Return an attempt that fits with the same layouts on more ranks, with the present settings or the closest change:
+    more replicas of encoders; more replicas, stages, or tp within a node for the text module.
     """
     starts = [(Change({}), estimate), *([(closest.change, closest.estimate)] if closest else [])]
     for factor in FACTORS:
@@ -418,6 +422,6 @@ def _on_more_ranks(estimate: Estimate, closest: Attempt | None, limit: int) -> A
 
 
 def _grown(layout: Layout, factor: int, axis: str) -> Layout:
-    """Multiply one degree, and the ranks, by `factor`."""
+    """Return the layout with one degree, and the ranks, multiplied by `factor`."""
     ranks = tuple(rank * factor + i for rank in layout.ranks for i in range(factor))
     return _with_degrees(layout, {axis: factor * layout.degrees[axis]}, ranks)

@@ -1,1 +1,1 @@
-"""A configuration in a world of ranks: each module by itself, and all of them with graph, batch and schedule."""
+"""A configuration bound to a world of ranks: single modules, and the job with graph, batch and schedule."""

@@ -1,5 +1,5 @@
-"""A configuration in a world of ranks: shapes, layouts, batch and schedule, checked against each other. Pure: neither
-Megatron-Core nor a process group is needed.
+"""A configuration in a world of ranks: shapes, layouts, batch and schedule, checked against each other. Pure: needs
+neither Megatron-Core nor a process group.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings, resolve_settings, sharing_encoders
 
 MAX_TURNS = 1 << 15
-"""Limit on stages times micro-batches of a step, whose schedule is built and checked action by action."""
+"""Limit on stages times micro-batches of a step, because its schedule is built and checked action by action."""
 SCHEDULES = 32
 """Size of the cache of schedules."""
 
@@ -42,7 +42,7 @@ SCHEDULES = 32
 @dataclass(frozen=True)
 class BatchShape:
     """Samples of a step: `replicas` of the text module, each with `micro_batches` of `samples`. `end`: the length of
-    the stream of samples if it is finite; the last steps may then have fewer, or none.
+    the stream of samples if it is finite; the last steps may then have fewer samples, or none.
     """
 
     replicas: int
@@ -56,16 +56,18 @@ class BatchShape:
         return self.replicas * self.micro_batches * self.samples
 
     def step(self, step: int) -> range:
-        """Return the samples of the stream (from 0) in `step` (from 1), of all replicas."""
+        """Return the samples of all replicas in `step`. Samples of the stream are numbered from 0, steps from 1."""
         return samples_of(step, self.step_samples, self.end)
 
     def numbers(self, step: int, replica: int, micro_batch: int) -> range:
-        """Return the samples of `step` that a replica trains in a micro-batch."""
+        """Return the samples of `step` on which a replica trains in a micro-batch."""
         first = (micro_batch * self.replicas + replica) * self.samples
         return self.step(step)[first : first + self.samples]
 
     def once(self, samples: int) -> Self:
-        """Return the shape for a stream of `samples` samples, read once, with no more micro-batches a step."""
+        """Return the shape for a stream of `samples` samples that is read once, with at most as many micro-batches a
+        step.
+        """
         needed = max(1, -(-samples // (self.replicas * self.samples)))
         return replace(self, micro_batches=min(self.micro_batches, needed), end=samples)
 
@@ -78,7 +80,7 @@ def samples_of(step: int, size: int, end: int | None) -> range:
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits of a text replica's micro-batch: `tokens` without padding, `patches` for each encoder (None: any)."""
+    """Limits of a text replica's micro-batch: `tokens` without padding, `patches` by encoder (None: no limit)."""
 
     tokens: int
     patches: int | None = None
@@ -90,12 +92,12 @@ class JobSpec:
 
     Attributes:
         config: the configuration.
-        folders: folders of the model's own modules.
+        folders: folders of the model, without further encoders.
         shapes: shapes of all modules.
         modules: all modules, encoders first.
-        batch: samples of a step; with a `budget`, of the size that section `plan` assumes, while each step has as many
-            micro-batches as its own samples need.
-        frozen: what does not train.
+        batch: samples of a step; with a `budget`, as section `plan` assumes them, while each step has as many
+            micro-batches as its samples need.
+        frozen: the tensors that do not train.
     """
 
     config: Config
@@ -107,7 +109,7 @@ class JobSpec:
 
     @classmethod
     def of(cls, config: Config, world_size: int) -> JobSpec:
-        """Read the model's configuration, and check everything against it. Raises `UserError`."""
+        """Read the configuration of the model, and check all settings against it. Raises `UserError`."""
         model = config.model
         folders = ModelFolders.read(model.hf_path, model.hf_path_vision, model.fresh_projector)
         shapes = ModelShapes.of(folders, config.further_folders)
@@ -120,7 +122,7 @@ class JobSpec:
         layouts = resolve(texts, shapes.module_shapes(), world_size, flags=True)
         batch = _batch_shape(config, shapes, layouts[TEXT])
         fixed = batch.micro_batches if budget_of(config) is None else None
-        resolve_settings(_schedule_settings(config), layouts, batch.micro_batches, place="schedule", most=fixed)
+        resolve_settings(_schedule_settings(config), layouts, batch.micro_batches, place="schedule", maximum=fixed)
         modules = {name: ModuleJob.of(name, config, shapes, layout, frozen) for name, layout in layouts.items()}
         job = cls(config, folders, shapes, modules, batch, frozen)
         job.require_turns(MAX_TURNS)
@@ -143,17 +145,17 @@ class JobSpec:
 
     @property
     def budget(self) -> Budget | None:
-        """Limits of a micro-batch, if it is not a number of samples."""
+        """Limits of a micro-batch; None if it is a number of samples."""
         return budget_of(self.config)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of weights and activations."""
+        """Dtype of weights and activations."""
         return DTYPES[self.config.model.dtype]
 
     @property
     def transport(self) -> torch.dtype:
-        """Type of rows on the wire."""
+        """Dtype of rows on the wire."""
         return torch.bfloat16 if self.config.boundary.transport == "bfloat16" else self.dtype
 
     @property
@@ -173,18 +175,19 @@ class JobSpec:
 
     @cached_property
     def edges(self) -> dict[Edge, tuple[str, ...]]:
-        """Edges from encoders to the text module, each with the outputs that cross there: all those of the same two
+        """Edges from encoders to the text module, each with the outputs that cross it: all outputs between the same two
         stages.
         """
-        found: dict[Edge, list[str]] = {}
+        outputs_by_edge: dict[Edge, list[str]] = {}
         for name, shape in self.shapes.encoders.items():
             for output, layer in shape.outputs.items():
                 entry = self.shapes.text.entry_layer(output)
                 assert entry is not None, "outputs that the text module does not take were refused"
                 stages = self.stages[name]
-                ends = stage_of(stages, layer), len(stages), TEXT, stage_of(self.stages[TEXT], entry)
-                found.setdefault(Edge.of(name, *ends), []).append(output)
-        return {edge: tuple(outputs) for edge, outputs in found.items()}
+                target_stage = stage_of(self.stages[TEXT], entry)
+                edge = Edge.of(name, stage_of(stages, layer), len(stages), TEXT, target_stage)
+                outputs_by_edge.setdefault(edge, []).append(output)
+        return {edge: tuple(outputs) for edge, outputs in outputs_by_edge.items()}
 
     @property
     def outputs(self) -> dict[str, tuple[str, ...]]:
@@ -193,21 +196,21 @@ class JobSpec:
 
     @property
     def patch_limits(self) -> dict[str, int]:
-        """By encoder, the most patches of a rank in one call, where these are limited."""
+        """Limit on the patches of a rank in one call, by encoder that has such a limit."""
         limits = {name: module.settings.patches_per_call for name, module in self.modules.items()}
-        return {name: most for name, most in limits.items() if most}
+        return {name: limit for name, limit in limits.items() if limit}
 
     def text_work(self, tokens: int) -> int:
-        """Predict the forward flops of the text module for a sample of so many tokens."""
+        """Predict the forward FLOPs of the text module for a sample of `tokens` tokens."""
         return self.shapes.text.architecture.operations(Tokens([tokens]), passes=FORWARD)
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Schedule of a step of `batch`, checked. Raises `UserError` if settings and layouts do not fit."""
+        """The checked schedule of a step of `batch`. Raises `UserError` if settings and layouts do not fit."""
         return self.schedule_of(self.batch.micro_batches)
 
     def schedule_of(self, micro_batches: int, *, evaluation: bool = False) -> Schedule:
-        """Return the schedule of a step with so many micro-batches, or of an evaluation, without backward passes.
+        """Return the checked schedule of a step of `micro_batches`, or of an evaluation, which has no backward passes.
         Raises `UserError`.
         """
         self._require_rows_enter_early()
@@ -242,10 +245,10 @@ class JobSpec:
         why = f"{late.source} runs ahead on its own ranks and would wait for {turns}, while they wait for each other"
         raise UserError.at(where, found=found, expected=expected, because=why, fix=fix)
 
-    def require_turns(self, most: int) -> None:
-        """Check that a step has at most `most` stages times micro-batches. Raises `UserError`."""
+    def require_turns(self, maximum: int) -> None:
+        """Check that stages times micro-batches of a step are at most `maximum`. Raises `UserError`."""
         batch, stages = self.batch, sum(map(len, self.stages.values()))
-        micro_batches = max(1, most // stages)
+        micro_batches = max(1, maximum // stages)
         if batch.micro_batches > micro_batches:
             setting, fitting = "train.global_batch_size", batch.replicas * batch.samples * micro_batches
             found = f"{self.config.train.global_batch_size}, {batch.micro_batches} micro-batches of each replica"
@@ -255,7 +258,7 @@ class JobSpec:
 
     @property
     def balance(self) -> float:
-        """Weight of the loss that balances experts: its coefficient times experts per sparse layer squared."""
+        """Weight of the loss that balances experts: its coefficient times experts / sparse layers²."""
         text = self.shapes.text
         experts, sparse = text.counts.get("experts", 0), len(text.architecture.layers_in(EXPERTS.name))
         return self.config.model.router_aux_loss_coef * experts / sparse**2 if sparse else 0.0
@@ -290,14 +293,16 @@ def _checked_schedule(
     forward_only: tuple[str, ...],
     edges: tuple[Edge, ...],
 ) -> Schedule:
-    """Cached, as few of the settings that a search varies, and of the steps of a token budget, change the schedule."""
+    """Build and check a schedule. Cached: few settings that a search varies change it, and steps of a token budget
+    repeat.
+    """
     schedule = build_schedule(dict(layouts), micro_batches, settings, text=TEXT, forward_only=forward_only, edges=edges)
     check_schedule(schedule)
     return schedule
 
 
 def _require_modules(config: Config, shapes: ModelShapes) -> None:
-    """Check that the model has all modules with settings. Raises `UserError`."""
+    """Check that the model has all modules that have settings. Raises `UserError`."""
     for name, row in config.modules.items():
         if name not in shapes.modules:
             flag = "".join(f"-{setting}" for setting in row.given[:1])
@@ -308,7 +313,7 @@ def _require_modules(config: Config, shapes: ModelShapes) -> None:
 
 
 def _require_trained_projectors(config: Config, shapes: ModelShapes, frozen: Frozen) -> None:
-    """Check that a learning rate of projectors has some to train. Raises `UserError`."""
+    """Check that a projector trains if there is a learning rate of projectors. Raises `UserError`."""
     projectors, rate = [shapes.parts_of(name)[-1] for name in shapes.encoders], config.optimizer.lr_projector
     if rate is not None and frozen.parts.issuperset(projectors):
         why, fix = f"model.freeze and model.train leave {', '.join(projectors)} frozen", "remove it, or train one"
@@ -316,7 +321,7 @@ def _require_trained_projectors(config: Config, shapes: ModelShapes, frozen: Fro
 
 
 def _require_experts(config: Config, shapes: ModelShapes) -> None:
-    """Check that settings of experts are for a model that has some. Raises `UserError`."""
+    """Check that the model has experts if it has settings of experts. Raises `UserError`."""
     coefficient = config.model.router_aux_loss_coef
     if coefficient and "experts" not in shapes.text.counts:
         raise wrong("model.router_aux_loss_coef", coefficient, "0", "the text module has no experts", "remove it")
@@ -328,12 +333,12 @@ def _schedule_settings(config: Config) -> ScheduleSettings:
 
 
 def micro_batch_setting(config: Config) -> str:
-    """Return the setting of the size of a micro-batch."""
+    """Return the name of the setting that determines the size of a micro-batch."""
     return "train.micro_batch_size" if budget_of(config) is None else "train.tokens_per_micro_batch"
 
 
 def budget_of(config: Config) -> Budget | None:
-    """Return the limits of `train.tokens_per_micro_batch` and `train.patches_per_micro_batch`."""
+    """Return the limits of a micro-batch in tokens and patches; None if the configuration has none."""
     tokens, patches = config.train.tokens_per_micro_batch, config.train.patches_per_micro_batch
     return None if tokens is None else Budget(tokens, patches)
 
@@ -343,12 +348,12 @@ def _batch_shape(config: Config, shapes: ModelShapes, text: Layout) -> BatchShap
     budget, total, micro = budget_of(config), config.train.global_batch_size, config.train.micro_batch_size
     if budget is not None:
         if total < replicas:
-            because, fix = f"each of {replicas} text replicas trains some", f"try --{setting} {replicas}"
+            because, fix = f"each of {replicas} text replicas trains on some", f"try --{setting} {replicas}"
             raise wrong(setting, total, f"{replicas} or more", because, fix)
         samples = assumed_sample(config.plan, shapes).fitting(budget.tokens, budget.patches, shapes)
         return BatchShape(replicas, -(-total // (replicas * samples)), samples)
     if total % (share := replicas * micro):
-        because = f"{replicas} replicas of the text module train micro-batches of {micro}"
+        because = f"{replicas} replicas of the text module train on micro-batches of {micro}"
         fix = f"try --{setting} {-(-total // share) * share}"
         raise wrong(setting, total, f"a multiple of {share}", because, fix)
     return BatchShape(replicas, total // share, micro)

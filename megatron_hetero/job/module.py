@@ -1,4 +1,4 @@
-"""A module in a world of ranks: its record, bound to a shape, a layout and pipeline stages. Pure."""
+"""A module in a world of ranks: its configuration record, bound to a shape, a layout and pipeline stages. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_hetero.models.layers.recompute import Recompute
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import prefix_of
 
-# Megatron-Core, which these import, is not needed for a plan's layouts and schedule.
+# These import Megatron-Core, which layouts and schedules do not need.
 if TYPE_CHECKING:
     from megatron_hetero.groups.megatron import ModuleGroups
     from megatron_hetero.groups.platform import Platform
@@ -40,13 +40,13 @@ class ModuleJob:
         name: its name in the configuration.
         role: what it does in the graph.
         shape: `EncoderShape` or `TextShape` of the whole module.
-        prefix: prefix of its tensors among those of the whole model.
+        prefix: prefix of the names of its tensors in the whole model.
         layout: its layout.
         stages: all its pipeline stages.
-        frozen: its stored tensors that do not train, as its architecture names them.
-        settings: its record.
-        dtype: type of weights and activations.
-        backend: `model.backend`, where `auto` has become `torch` if other settings need it.
+        frozen: its stored tensors that do not train, by their names in its architecture.
+        settings: its configuration record.
+        dtype: dtype of weights and activations.
+        backend: `model.backend`, where `auto` is replaced by `torch` if other settings need it.
         compiled: whether layers are compiled.
         optimizer: kind of its optimizer.
     """
@@ -66,7 +66,7 @@ class ModuleJob:
 
     @classmethod
     def of(cls, name: str, config: Config, shapes: ModelShapes, layout: Layout, frozen: Frozen) -> Self:
-        """Bind the record of a module. Raises `UserError` where a setting does not fit, or would have no effect."""
+        """Bind the record of a module. Raises `UserError` if a setting does not fit, or would have no effect."""
         role, settings, shape, prefix = shapes.role(name), config.module(name), shapes[name], prefix_of(name, shapes)
         per_rank = config.schedule.virtual_stages if role == TEXT else 1
         costs, split = shape.layer_costs(config.data.max_seq_length), settings.layers or None
@@ -94,18 +94,18 @@ class ModuleJob:
 
     @property
     def trains(self) -> bool:
-        """Whether anything of it trains."""
+        """Whether any of its tensors trains."""
         return len(self.frozen) < len(self.shape.architecture.tensors)
 
     @property
     def layers_train(self) -> bool:
-        """Whether anything but its projector trains."""
+        """Whether any tensor besides its projector trains."""
         architecture = self.shape.architecture
         return any(name not in self.frozen for name in architecture.tensors if not architecture.is_of_projector(name))
 
     @property
     def passes_gradients(self) -> bool:
-        """Whether its layers compute gradients of their inputs: a text module does so for its encoders."""
+        """Whether its layers compute gradients of their inputs; a text module always does, for its encoders."""
         return self.role == TEXT or self.layers_train
 
     # ------------------------------------------------------------------------------------------------ settings
@@ -134,13 +134,15 @@ class ModuleJob:
         return Site(groups, platform, backend, self.dtype, self.sequence_parallel, self.recompute, self.compiled)
 
     def model(self, site: Site, stage: PipelineStage, offload: ActivationOffload | None = None) -> Any:
-        """The torch module of a stage, without values of weights. `offload`: offloads activations of layers."""
+        """Build the torch module of a stage, without values of weights. `offload`: offloads activations of layers."""
         from megatron_hetero.models.stages import EncoderModel, TextModel
 
         return (TextModel if self.role == TEXT else EncoderModel)(self.shape, site, stage, offload)
 
     def weight_map(self, share: Share, stage: PipelineStage, view: str = MAIN) -> WeightMap:
-        """The parameters of a stage in a view, and the slices of stored tensors that they are for one `share`."""
+        """Return the parameters of a stage in a view, each with the slices of stored tensors that it holds for one
+        `share`.
+        """
         return self.shape.architecture.weight_map(self.prefix, share, stage, view)
 
     # -------------------------------------------------------------------------------------------------- checks
@@ -152,14 +154,14 @@ class ModuleJob:
         return unused(f"modules.{self.name}.{field}", value, because, fix)
 
     def _check_encoder(self) -> None:
-        """Check that a module of the model itself has no setting of further encoders. Raises `UserError`."""
+        """Check that a module of the model itself has no settings of further encoders. Raises `UserError`."""
         for field in ("token", "min_pixels", "max_pixels"):
             if self.settings.hf_path is None and getattr(self.settings, field) is not None:
                 other = "" if field == "token" or self.role == TEXT else f", or use data.{field}"
                 raise self._unused(field, "only a further encoder has it", f"remove it{other}")
 
     def _check_frozen(self) -> None:
-        """Check that no setting is for gradients, states or updates that do not exist. Raises `UserError`."""
+        """Check that no setting applies to gradients, states or updates that do not exist. Raises `UserError`."""
         settings, name = self.settings, self.name
         if settings.lr is not None and not self.layers_train:
             raise self._unused("lr", f"model.freeze and model.train leave {name} frozen", "remove it, or train it")
@@ -179,24 +181,25 @@ class ModuleJob:
             raise self._unused("recompute", f"{name} is frozen and has no backward pass")
 
     def _check_states(self) -> None:
-        """Check that optimizer states can be as the record has them. Raises `UserError`."""
+        """Check the settings of optimizer states. Raises `UserError`."""
         precision, kind, fp32 = self.settings.precision, self.optimizer, self.dtype == torch.float32
         for field in precision.given:
             if fp32 and field in ("master", "gradients"):
                 why, fix = "weights in float32 are their own masters", "remove it, or set model.dtype to bfloat16"
                 raise self._unused(f"precision.{field}", why, fix)
             if field == "moments" and not kind.moments:
-                why = f"optimizer.name is {kind.name}, which keeps no moments"
+                why = f"optimizer.name is {kind.name}, which has no moments"
                 raise self._unused(f"precision.{field}", why, "remove it, or use adamw")
         if self.settings.offload.states and not kind.moments and (fp32 or precision.master == "none"):
-            raise self._unused("offload.states", f"{kind.name} keeps no states of this module")
+            raise self._unused("offload.states", f"{kind.name} has no states of this module")
         for heads in sorted({layer.attention.kv_heads for layer in self.shape.architecture.layers}):
             if heads % self.layout.tp:
                 self._check_copies(heads)
 
     def _check_copies(self, heads: int) -> None:
-        """Check that all copies of one key/value head are rounded equally. Raises `UserError`."""
+        """Check that all copies of one key/value head are rounded in the same way. Raises `UserError`."""
         precision, tp = self.settings.precision, self.layout.tp
+        # Copies at the same place on each rank have the same random bits.
         in_place = tp % heads == 0
         rounded = {
             "moments": precision.moments != "float32" and not (in_place and precision.moments == "bfloat16"),
@@ -210,13 +213,13 @@ class ModuleJob:
             raise self._wrong(setting, found, expected, because, fix)
 
     def _check_layers(self) -> None:
-        """Check that recomputation, ZeRO and overlap have something to work on. Raises `UserError`."""
+        """Check that recomputation, ZeRO and overlap have an effect. Raises `UserError`."""
         settings, layout = self.settings, self.layout
-        most = max(len(stage.layers) for stage in self.stages)
-        if isinstance(settings.recompute, int) and settings.recompute > most:
+        maximum = max(len(stage.layers) for stage in self.stages)
+        if isinstance(settings.recompute, int) and settings.recompute > maximum:
             found = f"the first {settings.recompute} layers of each pipeline stage"
             fix = "use `full` to recompute all layers"
-            raise self._wrong("recompute", found, f"at most {most}", "no stage has more", fix)
+            raise self._wrong("recompute", found, f"at most {maximum}", "no stage has more", fix)
         if settings.zero > 1 and all(layout.ways("tokens", "samples", view=view) == 1 for view in layout.every_view):
             because = "no two of its ranks hold the same weights: dp, sp and cp are 1"
             fix = "remove it, or give the module dp, sp or cp"

@@ -7,22 +7,23 @@ has one use and, if operations are posted early, one direction (docs/schedules.m
     axes of a module       a group of the layout along `tp`, `sp`, `cp`   inside layers, in step with the computation
                            first and last stage                           gradients of a tied embedding
                            others of `MEGATRON_AXES`                      Megatron's own schedules and optimizers
-                           parts of a further view                        exchanges inside its layers
+                           shards of a further view                       exchanges inside its layers
     gradients of a module  along `sp`, `cp` and `dp`, and the ranks that  sums of gradients, gathers of weights, both
                            sum those of a further view                    beside the computation
     link of a pipeline     a stage and the stage that it sends to         activations, or gradients, one way
     edge                   a stage of one module and a stage of another   rows, or their gradients, one way
 
-Uses in step with the computation share a communicator, also the world's, if their groups are the same: a rank does one
+Uses in step with the computation share a communicator, possibly the world's, if their groups are equal: a rank runs one
 after the other anyway. Gradients, links and edges have communicators of their own, except that two views of a module
 share one if the same ranks sum their gradients.
 
-A communicator takes one of the 32 streams of a pool of PyTorch's (c10/cuda/CUDAStream.cpp): from the 33rd on two share
-one, and are one queue. The pool of the highest priority is for kernels that need multiprocessors before the rest of a
-running matrix product: all beside the computation, and `tp`, whose exchanges run beside products.
+A communicator takes one of the 32 streams of a PyTorch pool (c10/cuda/CUDAStream.cpp): from the 33rd on two
+communicators share a stream, and are one queue. The pool of the highest priority is for kernels that need
+multiprocessors before the rest of a running matrix product: all beside the computation, and `tp`, whose exchanges run
+beside products.
 
-Groups without a common rank are created in one call by all ranks (`ncclCommSplit`, a color for each group). They are
-one *kind* here, so that the number of calls does not grow with ranks or degrees.
+Groups without a common rank are created in one call by all ranks (`ncclCommSplit`, a color for each group). They form
+one *kind*, so that the number of calls does not grow with ranks or degrees.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 Ranks = tuple[int, ...]
 
 REPLICA_AXES = axes_of("weights", "tokens")
-"""Ranks that work on the same samples."""
+"""Axes along which ranks work on the same samples."""
 
 GRADIENT_AXES = MAIN.sum_axes
-"""Ranks that hold the same parameters and different tokens, in the main view."""
+"""Axes along which ranks hold the same parameters and different tokens, in the main view."""
 
 ENDS = ("first and last pp",)
-"""Pairs of ranks of the first and the last stage that differ in nothing else."""
+"""Pairs of ranks on the first and on the last stage whose other coordinates are equal."""
 
 CTAS = 4
 """CTAs of a kernel that is posted early. One moves some 20 GB/s over NVLink, two fill a network card: enough for
@@ -63,22 +64,22 @@ reach 220 to 300, and six times the bandwidth of a network card.
 """
 
 POOL_STREAMS = 32
-"""Streams of each of PyTorch's pools."""
+"""Number of streams of a PyTorch pool."""
 
 AXES_OF_GROUPS: tuple[tuple[str, ...], ...] = (("tp",), *((axis,) for axis in axes_of("tokens")), GRADIENT_AXES)
-"""Axes along which every module communicates."""
+"""The groups of axes along which every module communicates."""
 
 MEGATRON_AXES: tuple[tuple[str, ...], ...] = (
     axes_of("layers"),  # its pipeline schedules
     axes_of("tokens"),  # attention
-    axes_of("samples"),  # what its layers log
+    axes_of("samples"),  # metrics of its layers
     REPLICA_AXES,  # balance of experts
     axes_of("weights", "tokens", "samples"),
     axes_of("weights", "layers"),  # norms of gradients
     AXES,
     ENDS,
 )
-"""Further axes along which Megatron-Core's own schedules, layers of experts and optimizers communicate."""
+"""Further groups of axes along which Megatron-Core's own schedules, layers of experts and optimizers communicate."""
 
 
 class Axes(NamedTuple):
@@ -93,12 +94,12 @@ class Axes(NamedTuple):
 
     @property
     def is_beside(self) -> bool:
-        """Whether it runs beside the computation, as sums of gradients do."""
+        """Whether it runs concurrently with the computation, as sums of gradients do."""
         return self.axes == self.view.sum_axes
 
     @property
     def exchanges(self) -> bool:
-        """Whether it includes all-to-alls, as attention under `sp` and parts of a further view do."""
+        """Whether it includes all-to-alls, as attention under `sp` and layers of a further view do."""
         return self.by_heads or self.axes == ("sp",) or (self.view != MAIN and self.axes == self.view.shard_axes)
 
     def __str__(self) -> str:
@@ -119,7 +120,7 @@ class Link(NamedTuple):
 
 
 class EdgeUse(NamedTuple):
-    """Rows along an edge (`forward`), or their gradients back."""
+    """Rows that cross an edge (`forward`), or their gradients, which return."""
 
     edge: Edge
     direction: Direction
@@ -134,7 +135,8 @@ Use = Axes | Link | EdgeUse
 @dataclass(frozen=True)
 class CommunicatorKind:
     """Communicators that one call creates: their uses, each with its groups of at least two ranks, ascending. Several
-    uses have the same groups and are in step with the computation, or are links of one direction without a common rank.
+    uses of a kind have the same groups and are in step with the computation, or are links of one direction without a
+    common rank.
     """
 
     members: tuple[tuple[Use, tuple[Ranks, ...]], ...]
@@ -156,12 +158,12 @@ class CommunicatorKind:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether its kernels run beside matrix products and must not wait for them."""
+        """Whether its kernels run concurrently with matrix products and must not wait for them."""
         return not self.is_synchronous or any(isinstance(use, Axes) and use.axes == ("tp",) for use in self.uses)
 
     @property
     def collects(self) -> bool:
-        """Whether it runs collectives other than all-to-alls, which alone attention under `sp` needs."""
+        """Whether it runs collectives other than all-to-alls; attention under `sp` needs all-to-alls only."""
         return any(isinstance(use, Axes) and use.axes != ("sp",) for use in self.uses)
 
     def is_worlds(self, everybody: Ranks) -> bool:
@@ -169,7 +171,7 @@ class CommunicatorKind:
         return self.is_synchronous and self.groups == (everybody,)
 
     def uses_of(self, rank: int) -> tuple[Use, ...]:
-        """Uses of the communicator of `rank`; none if it has no communicator."""
+        """Return the uses of the communicator of `rank`; empty if it has no communicator."""
         return tuple(use for use, groups in self.members if group_of(groups, rank) is not None)
 
     def __str__(self) -> str:
@@ -180,7 +182,7 @@ class CommunicatorKind:
 
 
 def max_ctas(use: Use) -> int | None:
-    """Maximum CTAs of a kernel that communicates for `use`; None leaves them to NCCL."""
+    """Return the maximum number of CTAs of a kernel that communicates for `use`; None leaves the choice to NCCL."""
     if isinstance(use, Axes):
         return GRADIENT_CTAS if use.is_beside else None
     return CTAS
@@ -201,7 +203,7 @@ def require_streams(kinds: Collection[CommunicatorKind], everybody: Ranks) -> No
 
 
 def group_of(groups: Sequence[Ranks], rank: int) -> Ranks | None:
-    """The group with `rank`, if any."""
+    """Return the group that contains `rank`, if any."""
     return next((ranks for ranks in groups if rank in ranks), None)
 
 
@@ -214,7 +216,7 @@ def communicators(
     exchanging: Collection[str] = (),
     megatron: Collection[str] = (),
 ) -> tuple[CommunicatorKind, ...]:
-    """All communicators other than the world's, in the order in which they are created.
+    """Return all communicators other than the world's, in the order in which they are created.
 
     Args:
         layouts: layouts of the modules by name.
@@ -233,7 +235,7 @@ def communicators(
 
 
 def gradient_uses(name: str, layout: Layout) -> tuple[Axes, ...]:
-    """Sums of a module's gradients with communicators of their own, the main view's first."""
+    """Return the sums of a module's gradients that have communicators of their own, the main view's first."""
     uses = [
         Axes(name, view.sum_axes, view)
         for view in (MAIN, *layout.views)
@@ -245,19 +247,20 @@ def gradient_uses(name: str, layout: Layout) -> tuple[Axes, ...]:
 
 
 def replica_groups(layout: Layout) -> tuple[Ranks, ...]:
-    """The ranks of each replica in the first stage of a module: they share the data that one of them decodes."""
+    """Return the ranks of each replica in the first stage of a module: they share the data that one of them decodes."""
     return layout.stage(0).groups(*REPLICA_AXES)
 
 
 def edge_ranks(layouts: Mapping[str, Layout], edge: Edge) -> Ranks:
-    """The ranks of both ends of an edge, ascending."""
+    """Return the ranks of both ends of an edge, ascending."""
     return tuple(sorted({*edge.source_ranks(layouts[edge.source]), *edge.target_ranks(layouts[edge.target])}))
 
 
 def edge_peers(layouts: Mapping[str, Layout], use: EdgeUse, rank: int) -> tuple[Ranks, Ranks]:
-    """The ranks of an edge that `rank` may send to, and receive from, in one direction; ascending.
+    """Return the ranks of an edge that `rank` may send to, and those that it may receive from, in one direction;
+    ascending.
 
-    Rows go from any rank of one end to any of the other, and inside a replica whose ranks need the same rows.
+    Rows go from any rank of one end to any rank of the other, and between ranks of a replica that need the same rows.
     """
     edge, direction = use
     source, target = layouts[edge.source], layouts[edge.target]
@@ -286,27 +289,29 @@ def _axis_kinds(
 
 
 def _view_uses(name: str, view: View, megatron: bool) -> Iterator[Axes]:
-    """Exchanges of a further view's parts, sums of its gradients, and Megatron's gradient norms."""
+    """Yield exchanges between shards of a further view, sums of its gradients, and Megatron's gradient norms."""
     alone = [(axis,) for axis in view.shard_axes]
     norms = [(*view.shard_axes, "pp")] if megatron else []
     return (Axes(name, axes, view) for axes in dict.fromkeys([*alone, view.shard_axes, view.sum_axes, *norms]))
 
 
 def _link_kinds(name: str, layout: Layout, interleaved: bool) -> Iterator[CommunicatorKind]:
-    """Two kinds for each direction, from even and from odd stages; three for a ring of an odd number of stages."""
+    """Yield two kinds per direction, from even and from odd stages; three for a ring of an odd number of stages."""
     for direction in DIRECTIONS:
         kinds: list[list[tuple[int, int]]] = []
         for link in _links(layout.pp, direction, interleaved):
-            free = next((kind for kind in kinds if not {i for other in kind for i in other}.intersection(link)), None)
-            if free is None:
-                kinds.append(free := [])
-            free.append(link)
+            for kind in kinds:
+                if not {stage for other in kind for stage in other}.intersection(link):
+                    kind.append(link)
+                    break
+            else:
+                kinds.append([link])
         for kind in kinds:
             yield CommunicatorKind(tuple((Link(name, direction, link[0]), _pairs(layout, *link)) for link in kind))
 
 
 def _links(pp: int, direction: Direction, interleaved: bool) -> Sequence[tuple[int, int]]:
-    """Pairs of sending and receiving pipeline coordinates."""
+    """Return the pairs of sending and receiving pipeline coordinates."""
     by = 1 if direction == "forward" else -1
     links = [(sender, sender + by) for sender in range(pp) if 0 <= sender + by < pp]
     return [*links, ((pp - 1, 0) if by == 1 else (0, pp - 1))] if interleaved and pp > 1 else links

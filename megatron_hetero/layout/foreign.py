@@ -1,8 +1,8 @@
-"""Degrees and ranks from other libraries' descriptions of parallelism. Pure.
+"""Reads degrees and ranks from the descriptions of parallelism of other libraries. Pure.
 
     DeviceMesh (PyTorch)            the last dimension varies fastest among ranks
-    HyperCommGrid (Megatron-Core)   the first one does
-    parallel_state (Megatron-Core)  knows the sizes, and the groups of this rank
+    HyperCommGrid (Megatron-Core)   the first dimension varies fastest
+    parallel_state (Megatron-Core)  has the sizes, and the groups of this rank
 
 A layout has one order, `tp` fastest, then `sp`, `cp`, `dp` and `pp`, and another one for layers with experts, `ep`,
 `edp` and `pp`, for which meshes and grids come in pairs. Dimensions of size 1 may be anywhere.
@@ -31,8 +31,8 @@ _Dims = tuple[Sequence[str], Sequence[int], Sequence[int]]
 
 
 def of_mpu(state: Any, dist: Any) -> Arranged:
-    """Degrees and ranks of `megatron.core.parallel_state`, from the groups of this rank. `dist`: `torch.distributed`.
-    Raises `UserError`.
+    """Return the degrees and ranks of `megatron.core.parallel_state`, from the groups of this rank. `dist`:
+    `torch.distributed`. Raises `UserError`.
     """
     where = "Layout.from_mpu"
     if not state.model_parallel_is_initialized():
@@ -57,8 +57,8 @@ def of_mpu(state: Any, dist: Any) -> Arranged:
 
 
 def _strided(where: str, groups: Mapping[str, Any], dist: Any) -> dict[str, int]:
-    """The degree of each axis, from this rank's groups. Raises `UserError` unless the first axis varies fastest, and so
-    on.
+    """Return the degree of each axis, from the groups of this rank. Raises `UserError` unless the axes are in order,
+    the fastest first.
     """
     stride, degrees = 1, dict[str, int]()
     for axis, group in groups.items():
@@ -73,25 +73,25 @@ def _strided(where: str, groups: Mapping[str, Any], dist: Any) -> dict[str, int]
 
 
 def mesh_dims(mesh: Any) -> _Dims:
-    """Dimensions of a `DeviceMesh`. Raises `UserError` if it has no names, or is a slice."""
+    """Return the dimensions of a `DeviceMesh`. Raises `UserError` if it has no names, or is a slice."""
     names, ranks, root = mesh.mesh_dim_names, mesh.mesh, getattr(mesh, "_root_mesh", None)
     if names is None:
         fix = "give it `mesh_dim_names`"
         raise UserError.at(FROM_MESH, found="a mesh without names", expected="named dimensions", fix=fix)
     if root is not None and root.size() != mesh.size():
-        because = "ranks hold different slices, and a layout is the same on all of them"
+        because = "slices differ between ranks, and a layout is the same on all of them"
         raise UserError.at(FROM_MESH, found="a slice", expected="a mesh", because=because, fix="pass the whole")
     return names, list(ranks.shape), ranks.flatten().tolist()
 
 
 def grid_dims(grid: Any) -> _Dims:
-    """Dimensions of a `HyperCommGrid`."""
+    """Return the dimensions of a `HyperCommGrid`."""
     first, sizes = int(grid.rank_offset), [int(size) for size in grid.shape]
     return list(grid.dim_names)[::-1], sizes[::-1], range(first, first + prod(sizes))
 
 
 def of_pair(what: str, dims_of: Callable[[Any], _Dims], main: Any, experts: Any, axes: Mapping[str, str]) -> Arranged:
-    """Degrees and ranks of a mesh or grid, and of another one for `experts`. Raises `UserError`."""
+    """Return the degrees and ranks of a mesh or grid, and of a second one for `experts`. Raises `UserError`."""
     degrees, ranks = _arranged(what, MAIN, dims_of(main), axes)
     if experts is None:
         return degrees, ranks, ()
@@ -101,14 +101,14 @@ def of_pair(what: str, dims_of: Callable[[Any], _Dims], main: Any, experts: Any,
         found, expected = (
             f"pp:{pp} over ranks {format_ranks(over)}" for pp, over in ((folded["pp"], same), (degrees["pp"], ranks))
         )
-        because = "experts are divided over the ranks of each pipeline stage, which other layers have too"
+        because = "experts are divided over the same pipeline stages as other layers"
         raise UserError.at(what, found=found, expected=expected, because=because, fix="build it over the same ranks")
     return folded | degrees, ranks, (EXPERTS,)
 
 
 def _arranged(what: str, view: View, dims: _Dims, axes: Mapping[str, str]) -> tuple[dict[str, int], tuple[int, ...]]:
-    """Degrees, and the ranks reordered from `dims` to the order of a view. Raises `UserError` if they do not ascend in
-    it.
+    """Return the degrees, and the ranks reordered from `dims` to the order of a view. Raises `UserError` if they do not
+    ascend in that order.
     """
     known = tuple(dict.fromkeys((*view.names, "pp")))
     named, ranks = _named(what, view, known, dims, axes), dims[2]
@@ -126,15 +126,15 @@ def _arranged(what: str, view: View, dims: _Dims, axes: Mapping[str, str]) -> tu
 
 
 def _named(what: str, view: View, known: Sequence[str], dims: _Dims, axes: Mapping[str, str]) -> list[tuple[str, int]]:
-    """Axis and size of each dimension, without dimensions of size 1 that are no axis. `dp` is the axis of samples of
-    any view. Raises `UserError`.
+    """Return the axis and the size of each dimension, without dimensions of size 1 that are no axis. `dp` is the axis
+    of samples of any view. Raises `UserError`.
     """
-    found: list[tuple[str, int]] = []
+    named: list[tuple[str, int]] = []
     for name, size in zip(*dims[:2], strict=True):
         axis = axes.get(name, name)
         axis = view.rest if axis == MAIN.rest else axis
         if axis in known:
-            found.append((axis, size))
+            named.append((axis, size))
         elif size > 1:
             expected, because = f"one of {', '.join(known)}", ""
             fix = f"say which it is: axes={{{name!r}: ...}}"
@@ -144,7 +144,7 @@ def _named(what: str, view: View, known: Sequence[str], dims: _Dims, axes: Mappi
                 fix = "pass the dimensions of experts, over the same ranks, as `experts=`"
             dimension = f"dimension `{name}` of size {size}"
             raise UserError.at(what, found=dimension, expected=expected, because=because, fix=fix)
-    return found
+    return named
 
 
 def _order(axes: Iterable[str]) -> str:

@@ -36,7 +36,7 @@ class Edge:
 
     @classmethod
     def of(cls, source: str, source_stage: int, source_stages: int, target: str, target_stage: int) -> Edge:
-        """Return the edge between two stages by its canonical name. `source_stages`: the number of stages of `source`."""
+        """Return the edge between two stages by its canonical name. `source_stages`: number of stages of `source`."""
         if source_stage == source_stages - 1 and target_stage == 0:
             return cls(source, target)
         return cls(source, target, source_stage, target_stage)

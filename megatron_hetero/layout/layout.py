@@ -64,7 +64,7 @@ class Coordinate(NamedTuple):
 #       10    0  0  0  1  1     (10, 11)      (8, 10)       (6, 10)       (8, 9, 10, 11)
 #       11    1  0  0  1  1     (10, 11)      (9, 11)       (7, 11)       (8, 9, 10, 11)
 #
-# Each row shows the group that the rank belongs to.
+# Each row of the table shows the groups that contain the rank.
 #
 # A further view numbers the ranks of each stage in the same order and reads them along its own axes, the first fastest.
 # For tp:2,dp:2,pp:2,ep:2@4-11 with the view of `megatron_hetero.layout.axes`:
@@ -169,12 +169,12 @@ class Layout:
 
     @property
     def views(self) -> tuple[View, ...]:
-        """The further views."""
+        """The views besides the main view."""
         return tuple(view for view, _ in self.folds)
 
     @property
     def every_view(self) -> tuple[View, ...]:
-        """The main view, and the further ones."""
+        """The main view and the further views."""
         return (MAIN, *self.views)
 
     def view(self, name: str) -> View:
@@ -304,7 +304,7 @@ class Layout:
         return Coordinate(**self.indices(rank, MAIN))
 
     def indices(self, rank: int, view: View) -> dict[str, int]:
-        """Return the index of `rank` along each axis of a view, in the order of `degrees_in`. Raises as `coordinate`."""
+        """Return the index of `rank` along each axis of a view, as ordered in `degrees_in`. Raises as `coordinate`."""
         return _indices(self._position(rank), self.degrees_in(view))
 
     def _position(self, rank: int) -> int:

@@ -1,7 +1,7 @@
 """The actions of a rank in a step: small frozen values with a short text.
 
 This comment is the specification. A model is a graph of modules: encoders, each with one or more edges to the one text
-module: rows leave a stage of the encoder and enter a stage of the text module.
+module. Along an edge, rows leave a stage of the encoder and enter a stage of the text module.
 A module has stages, numbered along its pipeline; with virtual stages, stage s of the text module is on the ranks of
 pipeline coordinate s mod pp. A step runs M micro-batches, numbered from 0. The kinds of work are
 
@@ -9,7 +9,7 @@ pipeline coordinate s mod pp. A step runs M micro-batches, numbered from 0. The 
     R   the same forward again, just before its backward, of a module that recomputes
     B   backward of a stage
 
-and the actions, which a rank executes one after the other:
+and the actions, which a rank executes in order:
 
     op      text               meaning
     run     text.1.F3          compute the forward of stage 1 of `text`, micro-batch 3
@@ -32,8 +32,8 @@ early has a communicator of its own: each ordered pair of ranks in a pipeline on
 one for F and one for B. How actions map to streams, and when they deadlock, is in `deadlock`.
 
 A crossing (`start`, `finish`) is one operation of many ranks, its *participants*: those of the two stages of an edge,
-of all replicas. Every participant starts and finishes every crossing
-once, also if it has no rows, and a rank on both sides does so once for both.
+of all replicas. Every participant starts and finishes every crossing once, even if it has no rows, and a rank on both
+sides does so once for both.
 
   * If the two sides share no rank, it is batched point-to-point. The `finish` of a sender ends when all receivers have
     started; that of a receiver when all senders have started and the other receivers have reached their `finish` too
@@ -55,8 +55,8 @@ What an action needs before it:
     wait, finish  its `irecv` or `start`, and other ranks as specified above
 
 Which actions a rank executes follows from its modules and stages alone (`expected_actions`); the builder determines
-their order. For `--vision-parallel dp:1@0 --text-parallel pp:2@1-2`, run-ahead 0 and two micro-batches, one step per
-line (``-`` is no action; each is below the actions of other ranks that it waits for):
+their order. For `--vision-parallel dp:1@0 --text-parallel pp:2@1-2`, run-ahead 0 and two micro-batches, with one step
+per line (``-`` is no action; an action is below the actions of other ranks that it waits for):
 
     step  vision.0         text.0           text.1
           @0               @1               @2
@@ -81,13 +81,13 @@ WorkKind = Literal["F", "R", "B"]
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action of one rank, of one micro-batch. See the module docstring.
+    """One action of one rank in one micro-batch, see the module docstring.
 
-    op             module       stage            peer
-    run            of the work  of the work      None
-    send           of both      the sender's     the receiver's stage
-    irecv, wait    of both      the receiver's   the sender's stage
-    start, finish  the encoder  None             the edge
+    op             module       stage         peer
+    run            that runs    that runs     None
+    send           of both      the sender    the stage that receives
+    irecv, wait    of both      the receiver  the stage that sends
+    start, finish  the encoder  None          the edge
     """
 
     op: Op
@@ -107,7 +107,7 @@ class Action:
             case "irecv" | "wait":
                 return f"{self.module}.{self.stage}<{self.peer}.{work}{'!' if self.op == 'wait' else ''}"
             case "start" | "finish":
-                # Checks print invalid actions, too.
+                # Checks also print invalid actions.
                 ends = self.peer.ends if isinstance(self.peer, Edge) else (self.module, f"{self.peer}")
                 ends = ends if self.kind == "F" else ends[::-1]
                 return f"{'>'.join(ends)}.{work}{'!' if self.op == 'finish' else ''}"
@@ -115,7 +115,7 @@ class Action:
     @property
     def edge(self) -> Edge:
         """The edge of a `start` or `finish`."""
-        assert isinstance(self.peer, Edge), f"{self.op} is not of an edge"
+        assert isinstance(self.peer, Edge), f"{self.op} has no edge"
         return self.peer
 
     @property
@@ -132,7 +132,7 @@ class Action:
 
     @property
     def place(self) -> tuple[str, int]:
-        """The module and stage of work."""
+        """The module and the stage of work."""
         return self.module, self.own_stage
 
     @property
@@ -143,30 +143,30 @@ class Action:
 
 
 def run(kind: WorkKind, module: str, stage: int, micro_batch: int) -> Action:
-    """Run work of a stage."""
+    """Return the action that runs work of a stage."""
     return Action("run", kind, module, micro_batch, stage)
 
 
 def send(kind: WorkKind, module: str, stage: int, peer: int, micro_batch: int) -> Action:
-    """Send from `stage` to the stage `peer`."""
+    """Return the action that sends from `stage` to the stage `peer`."""
     return Action("send", kind, module, micro_batch, stage, peer)
 
 
 def irecv(kind: WorkKind, module: str, stage: int, peer: int, micro_batch: int) -> Action:
-    """Post the receive of `stage` from the stage `peer`."""
+    """Return the action that posts the receive of `stage` from the stage `peer`."""
     return Action("irecv", kind, module, micro_batch, stage, peer)
 
 
 def wait(kind: WorkKind, module: str, stage: int, peer: int, micro_batch: int) -> Action:
-    """Wait in `stage` for its receive from the stage `peer`."""
+    """Return the action that waits in `stage` for its receive from the stage `peer`."""
     return Action("wait", kind, module, micro_batch, stage, peer)
 
 
 def start(kind: WorkKind, edge: Edge, micro_batch: int) -> Action:
-    """Start a crossing of rows along an edge (F) or of their gradients (B)."""
+    """Return the action that starts a crossing of rows along an edge (F) or of their gradients (B)."""
     return Action("start", kind, edge.source, micro_batch, None, edge)
 
 
 def finish(kind: WorkKind, edge: Edge, micro_batch: int) -> Action:
-    """Finish a crossing that has started."""
+    """Return the action that finishes a crossing."""
     return Action("finish", kind, edge.source, micro_batch, None, edge)

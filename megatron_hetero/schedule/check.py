@@ -1,14 +1,14 @@
 """Checks a schedule before it runs, and reports the first error with its location.
 
-In this order, since each check relies on those before:
+Each check relies on the checks before it:
 
-  1. the roles, and the actions of each: none missing (such as the receive for another role's send), duplicated, or of
-     a module, stage or micro-batch that is not its own;
+  1. the roles, and the actions of each: none is missing (such as the receive for another role's send), duplicated, or
+     of a module, stage or micro-batch that the role does not have;
   2. their order on the role: nothing is used before it has been waited for, or sent before it is computed;
-  3. deadlock: no cycle of ranks that wait for each other, by the rules of NCCL (`deadlock`). Receives in another order
-     than their sends are one, and crossings of an edge in different orders. The message shows it;
-  4. residency: what a rank's GPU has begun and waits for other ranks leaves SMs for the rest (`most_resident`): a CTA
-     of NCCL has up to 640 threads, and is counted as an SM;
+  3. deadlock: no cycle of ranks that wait for each other, by the rules of NCCL (`deadlock`), such as receives in
+     another order than their sends, or crossings of an edge in different orders. The message shows the cycle;
+  4. residency: operations that have begun on a GPU and wait for other ranks leave SMs for the rest (`peak_resident`):
+     a CTA of NCCL has up to 640 threads, and is counted as an SM;
   5. memory: no rank holds activations of more micro-batches than its module's style allows.
 """
 
@@ -29,9 +29,9 @@ from megatron_hetero.schedule.transfers import input_of, output_of
 Point = tuple[int, int]
 """A role and the index of one of its actions."""
 AROUND = 4
-"""The actions shown before and after an error."""
+"""Number of actions shown before and after an error."""
 SHOWN_ROLES = 6
-"""The most roles of which actions are shown."""
+"""Limit on the roles of which actions are shown."""
 
 
 class ScheduleError(UserError):
@@ -93,20 +93,20 @@ def _check_roles(schedule: Schedule) -> None:
 
 def expected_actions(schedule: Schedule, role: Role) -> list[Action]:
     """Return the actions that the role executes, each once, in no particular order."""
-    found: list[Action] = []
+    actions: list[Action] = []
     for name, stage in role.held_stages:
         module = schedule.module[name]
         kinds: list[WorkKind] = [*module.forward_kinds, *(["B"] if module.backward else [])]
         for kind in kinds:
             for m in range(schedule.micro_batches):
                 work = run(kind, name, stage, m)
-                found += [*(input_of(schedule, work) or ()), work, *filter(None, [output_of(schedule, work)])]
+                actions += [*(input_of(schedule, work) or ()), work, *filter(None, [output_of(schedule, work)])]
     for edge in schedule.edges:
         if any(schedule.crosses(role, edge)):
             for kind in ("F", "B") if schedule.returns(edge) else ("F",):
                 for m in range(schedule.micro_batches):
-                    found += [start(kind, edge, m), finish(kind, edge, m)]
-    return found
+                    actions += [start(kind, edge, m), finish(kind, edge, m)]
+    return actions
 
 
 def _check_actions(schedule: Schedule) -> None:
@@ -144,10 +144,11 @@ def local_dependencies(schedule: Schedule, role: Role, action: Action) -> list[A
         case "wait" | "finish":
             return [action.posted]
         case "start":
-            (leaves, enters), (own, stage) = schedule.crosses(role, action.edge), schedule.stages_of(action.edge)
+            leaves, enters = schedule.crosses(role, action.edge)
+            source_stage, target_stage = schedule.stages_of(action.edge)
             if action.kind == "F":
-                return [run("F", action.module, own, action.micro_batch)] if leaves else []
-            return [run("B", action.edge.target, stage, action.micro_batch)] if enters else []
+                return [run("F", action.module, source_stage, action.micro_batch)] if leaves else []
+            return [run("B", action.edge.target, target_stage, action.micro_batch)] if enters else []
 
 
 def _dependencies_of_work(schedule: Schedule, work: Action) -> list[Action]:
@@ -192,28 +193,28 @@ def _check_deadlock(schedule: Schedule) -> None:
 # -------------------------------------------------------------------------------------------- 4. residency
 
 MAX_CTAS = 80
-"""The most CTAs of operations that wait. They leave room for a collective of the layers and some products: of the 132
-SMs of an H100, on which NCCL gives a collective up to 32 CTAs, and of the 108 of an A100, on which it gives up to 24.
+"""Limit on the CTAs of operations that wait. The remaining SMs fit a collective of the layers and some matrix products:
+an H100 has 132 SMs, and NCCL gives a collective up to 32 CTAs there; an A100 has 108, and up to 24 CTAs.
 """
 
 
 class Resident(NamedTuple):
-    """CTAs on a rank's GPU before the action at index `at` ends, and the communicators that they are of."""
+    """CTAs on the GPU of a rank before the action at index `at` ends, and their communicators."""
 
     ctas: int
     at: int
     communicators: tuple[str, ...]
 
 
-def most_resident(schedule: Schedule, role: Role) -> Resident:
-    """Return the most CTAs that a rank of the role may have at a time. An operation is taken to last until it is waited
-    for, a send to the end of the step.
+def peak_resident(schedule: Schedule, role: Role) -> Resident:
+    """Return the peak number of CTAs on a rank of the role. An operation is assumed to last until it is waited for, a
+    send to the end of the step.
     """
     held = {name: schedule.module[name] for name, _ in role.held_stages}
     sums = [use for m in held.values() if m.backward for use in gradient_uses(m.name, m.layout)]
     # By communicator, the index of its last operation and the CTAs of one.
     pending = {str(use): (-1, max_ctas(use) or 0) for use in sums}
-    most = Resident(sum(ctas for _, ctas in pending.values()), 0, tuple(pending))
+    peak = Resident(sum(ctas for _, ctas in pending.values()), 0, tuple(pending))
     issued = issues(schedule, role)
     for index, issue in enumerate(issued):
         if issue.waits is not None:
@@ -222,23 +223,23 @@ def most_resident(schedule: Schedule, role: Role) -> Resident:
                 del pending[stream]  # A communicator is a queue: what came before has ended too.
         elif issue.stream is not None:
             pending[issue.stream] = index, max_ctas(use_of(schedule, role.actions[issue.at])) or 0
-            if (now := sum(ctas for _, ctas in pending.values())) > most.ctas:
-                most = Resident(now, issue.at, tuple(pending))
-    return most
+            if (now := sum(ctas for _, ctas in pending.values())) > peak.ctas:
+                peak = Resident(now, issue.at, tuple(pending))
+    return peak
 
 
 def _check_residency(schedule: Schedule) -> None:
     for index, role in enumerate(schedule.roles):
-        most = most_resident(schedule, role)
-        if most.ctas > MAX_CTAS:
+        peak = peak_resident(schedule, role)
+        if peak.ctas > MAX_CTAS:
             raise _error(
                 schedule,
-                [(index, most.at)],
-                f"communication that may occupy {most.ctas} SMs of a GPU at a time",
+                [(index, peak.at)],
+                f"communication that may occupy {peak.ctas} SMs of a GPU at a time",
                 f"at most {MAX_CTAS}",
                 "waiting kernels may occupy the SMs that the kernels they wait for need",
                 "give modules ranks of their own, so that a rank takes part in fewer edges and pipelines",
-                [f"operations that have begun: {', '.join(most.communicators)}"],
+                [f"operations that have begun: {', '.join(peak.communicators)}"],
             )
 
 

@@ -1,10 +1,11 @@
 """Whether a schedule ends on NCCL, and if not, the cycle of ranks that wait for each other.
 
 NCCL gives a communicator one stream on each of its ranks, first in, first out, for its collectives and, if created
-eagerly, for its unbatched point-to-point too. The host of a rank issues its actions, and waits for work alone (for
-sizes that experts exchange): what it issues later begins after that work in any case, on whatever stream.
+eagerly, also for its unbatched point-to-point. The host of a rank issues its actions, and waits only for work (for the
+sizes of exchanges between experts): what it issues later begins after that work in any case, on any stream.
 
-  * *Work* (a `run`) is on the compute stream. All ranks of a stage, of all replicas, compute it together, since it may
+  * *Work* (a `run`) is on the compute stream. All ranks of a stage, of all replicas, compute it together, because it
+  may
     communicate: experts exchange tokens over replicas, in step with the computation.
   * An *operation* is on the stream of its communicator. A batch of point-to-point is one operation.
   * A *stream wait* (in `wait` and `finish`) makes the compute stream wait for the end of an operation.
@@ -22,14 +23,15 @@ sizes that experts exchange): what it issues later begins after that work in any
 The sides of a "disjoint" boundary share no rank, those of a "shared" one do. Which exchanges of a crossing a batch
 needs, between which ranks, depends on its plan; here a crossing has all of them, between all ranks of its sides. A
 start of B may occur during the backward of the text module, as soon as the gradients of rows are known, so that this
-work has two parts. Tokens are embedded before rows are waited for.
+work is issued in two pieces. Tokens are embedded before rows are waited for.
 
 docs/schedules.md, "How deadlocks are excluded", has the rules and what they assume. Each event waits for all of its
 predecessors, so a schedule ends if and only if the graph of beginnings and ends has no cycle, whatever the durations.
-What a batch of data skips, it skips on all ranks that take part, which adds no cycle.
+A crossing that a batch of data does not need is skipped on all ranks that take part, which adds no cycle.
 
-All ranks of a role issue the same, so the graph is one of roles, in which a transfer is one of all ranks of its stages.
-Where that has a cycle, roles are parted until the peers of their ranks have one role: a cycle of these is one of ranks.
+All ranks of a role issue the same, so that the graph has one node for all ranks of a role, and a transfer is between
+all ranks of its stages. Where this graph has a cycle, roles are split until the peers of the ranks of each role are of
+one role: a cycle of these roles is a cycle of ranks.
 """
 
 from __future__ import annotations
@@ -45,29 +47,32 @@ from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.program import Role, Schedule, early_start, use_of
 
 Communicator = Callable[[Link | EdgeUse], str]
-"""Names the communicator for a use. `str` names those that `Topology` creates: one for each use."""
+"""Names the communicator of a use. `str` names the communicators that `Topology` creates: one for each use."""
 
 
 class Issue(NamedTuple):
-    """A unit that a host issues: work (no `stream`), an operation, or a stream wait (`waits`: the operation's index).
+    """What a host issues at a time: work (no `stream`), an operation, or a stream wait (`waits`: the index of the
+    operation).
 
-    `at`: the index of its action. `part`: which part of the action, as text before its name. `joins`: the event that it
-    contributes to by beginning. `needs`: it ends when all issues that join this event have begun.
+    `at`: the index of its action. `detail`: which piece of the action it is, as text before the action's name. `joins`:
+    the event that it contributes to by beginning. `needs`: it ends when all issues that join this event have begun.
     """
 
     at: int
-    part: str
+    detail: str
     stream: str | None = None
     joins: Hashable = None
     needs: Hashable = None
     waits: int | None = None
 
 
-def issues(schedule: Schedule, role: Role, communicator: Communicator = str, parted: bool = False) -> list[Issue]:
-    """Return what the host of each rank of the role issues, in order. Its actions must be complete, each once.
-    `parted`: whether peers of a role have one role (see `Schedule.parted`).
+def issues(
+    schedule: Schedule, role: Role, communicator: Communicator = str, has_split_roles: bool = False
+) -> list[Issue]:
+    """Return what the host of each rank of the role issues, in order. The role must have each of its actions once.
+    `has_split_roles`: whether the schedule is one of `Schedule.with_split_roles`.
     """
-    host = _Host(schedule, role, communicator, parted)
+    host = _Host(schedule, role, communicator, has_split_roles)
     for at, action in enumerate(role.actions):
         host.issue(at, action)
     return host.issued
@@ -76,18 +81,20 @@ def issues(schedule: Schedule, role: Role, communicator: Communicator = str, par
 class _Host:
     """The host of one role: turns its actions into issues."""
 
-    def __init__(self, schedule: Schedule, role: Role, communicator: Communicator, parted: bool):
-        self.schedule, self.role, self.communicator, self.parted = schedule, role, communicator, parted
+    def __init__(self, schedule: Schedule, role: Role, communicator: Communicator, has_split_roles: bool):
+        self.schedule, self.role, self.communicator = schedule, role, communicator
+        self.has_split_roles = has_split_roles
         self.issued: list[Issue] = []
         self.crosses = {edge: schedule.crosses(role, edge) for edge in schedule.edges}
         self.position = {action: at for at, action in enumerate(role.actions)}
-        self.operation: dict[Action, int] = {}  # by irecv or start, its (last) operation
-        self.early: dict[Action, int] = {}  # the `wait` of an irecv that is issued later
-        self.ran: set[tuple[str, int | None, int]] = set()
-        self.deferred: dict[str, deque[Action]] = {}
-        self.embedded: set[tuple[str, int]] = set()
+        self.operation: dict[Action, int] = {}  # the index of the (last) operation of each irecv and start
+        self.early: dict[Action, int] = {}  # the index of the `wait` of each irecv that is issued after it
+        self.ran: set[tuple[str, int | None, int]] = set()  # forwards: module, stage, micro-batch
+        self.deferred: dict[str, deque[Action]] = {}  # by module, receives that are not issued yet
+        self.embedded: set[tuple[str, int]] = set()  # module, micro-batch
 
     def issue(self, at: int, action: Action) -> None:
+        """Issue an action, the one at index `at`."""
         match action.op:
             case "run":
                 self._run(at, action)
@@ -109,8 +116,8 @@ class _Host:
     def _stream(self, action: Action) -> str:
         return self.communicator(use_of(self.schedule, action))
 
-    def _stream_wait(self, at: int, part: str, operation: int) -> None:
-        self.issued.append(Issue(at, part, waits=operation))
+    def _stream_wait(self, at: int, detail: str, operation: int) -> None:
+        self.issued.append(Issue(at, detail, waits=operation))
 
     # ------------------------------------------------------------------------------------------------ work
 
@@ -124,17 +131,17 @@ class _Host:
             self.ran.add((action.module, action.stage, action.micro_batch))
             self._post_deferred(action.module)
 
-    def _work(self, at: int, part: str, key: Hashable) -> None:
-        self.issued.append(Issue(at, part, None, key, key))
+    def _work(self, at: int, detail: str, key: Hashable) -> None:
+        self.issued.append(Issue(at, detail, None, key, key))
 
     # ------------------------------------------------------------------------------------------- pipelines
 
     def _transfer(self, at: int, action: Action) -> int:
-        """Issue a send or receive, whose message is known by its sender."""
+        """Issue a send or receive. Both name their message by its sender."""
         sends, rank = action.op == "send", self.role.ranks[0]
         sender = self.schedule.role_index[rank if sends else self.schedule.peer_rank(rank, action)]
         stage = action.stage if sends else action.peer
-        message = action.kind, action.module, stage, sender if self.parted else None, action.micro_batch
+        message = action.kind, action.module, stage, sender if self.has_split_roles else None, action.micro_batch
         return self._add(Issue(at, "", self._stream(action), message, message))
 
     def _irecv(self, action: Action) -> None:
@@ -176,8 +183,8 @@ class _Host:
             self.operation[action] = self._add(Issue(at, "", stream, (key, "in"), (key, "out")))
             return
         if action.kind == "B" and len(self.schedule.sides(action.edge)[1]) > 1:
-            part = "the sums of "
-            self._stream_wait(at, part, self._add(Issue(at, part, stream, (key, "reduce"), (key, "reduce"))))
+            detail = "the sums of "
+            self._stream_wait(at, detail, self._add(Issue(at, detail, stream, (key, "reduce"), (key, "reduce"))))
         self.operation[action] = self._add(Issue(at, "", stream, (key, "out"), (key, "in")))
 
     def _finish(self, at: int, action: Action) -> None:
@@ -189,8 +196,8 @@ class _Host:
         if not self.schedule.collective[action.edge] and not self._gathers(action):
             return
         key = (action.kind, action.edge, action.micro_batch), 2
-        part, stream = "the gather of ", self._stream(action)
-        self._stream_wait(at, part, self._add(Issue(at, part, stream, key, key)))
+        detail, stream = "the gather of ", self._stream(action)
+        self._stream_wait(at, detail, self._add(Issue(at, detail, stream, key, key)))
 
     def _gathers(self, action: Action) -> bool:
         """Whether the role receives, and its side has several ranks."""
@@ -204,11 +211,11 @@ Reason = Literal["begin", "end", "behind", "after"]
 
 
 class Waiting(NamedTuple):
-    """An action in which a role waits for the action of the next `Waiting` of the cycle.
+    """An action of a role that waits for the action of the next `Waiting` of the cycle.
 
-    `role`: a role or, parted from one, those of its ranks that wait. `at`: the index of the action. `reason`: it waits
-    for other ranks to `begin` the next action; for the `end` of its own operation; it is `behind` another operation on
-    its communicator; or begins `after` what its ranks issued before. `text` has all of it in words.
+    `role`: a role, or the ranks of a role that wait. `at`: the index of the action. `reason`: it waits for other ranks
+    to `begin` the next action; for the `end` of its own operation; it is `behind` another operation on its
+    communicator; or it begins `after` what its ranks issued before. `text` describes all of this.
     """
 
     role: Role
@@ -220,16 +227,17 @@ class Waiting(NamedTuple):
 def find_cycle(
     schedule: Schedule, communicator: Communicator = str, *, single_queue: bool = True
 ) -> list[Waiting] | None:
-    """Find the cycle of roles that wait for each other; None if the schedule ends.
+    """Return the cycle of roles that wait for each other; None if the schedule ends.
 
     Args:
         schedule: its roles have all of their actions once, and finish what they start.
-        communicator: names the communicator for a use.
-        single_queue: all streams of a rank share one hardware queue. A schedule that ends with one ends with more.
+        communicator: names the communicator of a use.
+        single_queue: whether all streams of a rank share one hardware queue. A schedule that ends with one queue also
+            ends with several.
     """
-    for parted in (False, True):
-        schedule = schedule.parted() if parted else schedule
-        issued = [issues(schedule, role, communicator, parted) for role in schedule.roles]
+    for has_split_roles in (False, True):
+        schedule = schedule.with_split_roles() if has_split_roles else schedule
+        issued = [issues(schedule, role, communicator, has_split_roles) for role in schedule.roles]
         graph = _EventGraph(issued, single_queue)
         if not (stuck := graph.stuck()):
             return None
@@ -239,11 +247,11 @@ def find_cycle(
 # --------------------------------------------------------------------------------------------- the graph
 
 Node = int
-"""An event: a beginning, an end, or that all counterparts have begun."""
+"""An event: the beginning or the end of an issue, or that all its counterparts have begun."""
 
 
 class _IssueEnd(NamedTuple):
-    """The issue, of a role, that a node is the beginning or the end of."""
+    """A node as the beginning or the end of an issue of a role."""
 
     role: int
     issue: int
@@ -252,7 +260,7 @@ class _IssueEnd(NamedTuple):
 
 class _EventGraph:
     """A graph of events, each with its followers. Node 2 i is the beginning of the i-th of all issues, 2 i + 1 its end
-    (a stream wait only has an end); then come the nodes that stand for all counterparts having begun.
+    (a stream wait has only an end); the nodes after these mean that all counterparts have begun.
     """
 
     def __init__(self, issued: Sequence[Sequence[Issue]], single_queue: bool):
@@ -268,7 +276,7 @@ class _EventGraph:
                     self.followers[begin].append(following)
 
     def issue_of(self, node: Node) -> _IssueEnd | None:
-        """Return the issue of a node; None for a node of several roles."""
+        """Return the issue of a node; None for a node that stands for several roles."""
         if node >= self.first[-1]:
             return None
         role = bisect_right(self.first, node) - 1
@@ -309,21 +317,21 @@ class _EventGraph:
 
     def stuck(self) -> set[Node]:
         """Return the events that never happen."""
-        before = [0] * len(self.followers)
-        for each in self.followers:
-            for node in each:
-                before[node] += 1
-        ready = [node for node, n in enumerate(before) if not n]
+        missing = [0] * len(self.followers)  # the number of predecessors that have not happened
+        for followers in self.followers:
+            for node in followers:
+                missing[node] += 1
+        ready = [node for node, n in enumerate(missing) if n == 0]
         while ready:
             for node in self.followers[ready.pop()]:
-                before[node] -= 1
-                if not before[node]:
+                missing[node] -= 1
+                if missing[node] == 0:
                     ready.append(node)
-        return {node for node, n in enumerate(before) if n}
+        return {node for node, n in enumerate(missing) if n > 0}
 
 
 def _short_cycle(graph: _EventGraph, stuck: set[Node]) -> list[Node]:
-    """Find a short cycle among `stuck`; each node waits for the next."""
+    """Return a short cycle among `stuck`, in which each node waits for the next."""
     before: dict[Node, list[Node]] = {node: [] for node in stuck}
     for node in stuck:
         for follower in graph.followers[node]:
@@ -339,7 +347,7 @@ def _short_cycle(graph: _EventGraph, stuck: set[Node]) -> list[Node]:
 
 
 def _shortest(before: Mapping[Node, Sequence[Node]], first: Node) -> list[Node]:
-    """Find the shortest cycle through `first`. There is one."""
+    """Return the shortest cycle through `first`, which is in a cycle."""
     reached: dict[Node, Node] = {}
     frontier = deque([first])
     while True:
@@ -364,15 +372,15 @@ def _described(schedule: Schedule, issued: Sequence[Sequence[Issue]], cycle: Seq
     ends = [end for at, end in enumerate(cycle) if end[:2] != cycle[at - 1][:2]]
     reasons = [_reason(issued, *pair) for pair in _around(ends)]
     shown = [end for at, end in enumerate(ends) if reasons[at] in ("begin", "end") or reasons[at] != reasons[at - 1]]
-    found = [_waiting(schedule, issued, *pair) for pair in _around(shown)]
-    behind = (at for at, each in enumerate(found) if each.reason == "behind")
-    others = (at for at, each in enumerate(found) if each.role != found[at - 1].role)
+    waiting = [_waiting(schedule, issued, *pair) for pair in _around(shown)]
+    behind = (at for at, each in enumerate(waiting) if each.reason == "behind")
+    others = (at for at, each in enumerate(waiting) if each.role != waiting[at - 1].role)
     first = next(behind, next(others, 0))
-    return [*found[first:], *found[:first]]
+    return [*waiting[first:], *waiting[:first]]
 
 
 def _around(ends: Sequence[_IssueEnd]) -> Iterator[tuple[_IssueEnd, _IssueEnd]]:
-    """Pair successive ends, and the last with the first."""
+    """Pair successive ends, and the last end with the first."""
     return zip(ends, [*ends[1:], *ends[:1]], strict=True)
 
 
@@ -388,7 +396,7 @@ def _reason(issued: Sequence[Sequence[Issue]], mine: _IssueEnd, other: _IssueEnd
 def _waiting(schedule: Schedule, issued: Sequence[Sequence[Issue]], mine: _IssueEnd, other: _IssueEnd) -> Waiting:
     role, issue = schedule.roles[mine.role], issued[mine.role][mine.issue]
     whom, there = schedule.roles[other.role], issued[other.role][other.issue]
-    what, on = f"{there.part}`{whom.actions[there.at]}`", f" on communicator `{issue.stream}`" if issue.stream else ""
+    what, on = f"{there.detail}`{whom.actions[there.at]}`", f" on communicator `{issue.stream}`" if issue.stream else ""
     reason = _reason(issued, mine, other)
     waits = {
         "begin": f"waits for {whom} to begin {what}",
@@ -396,4 +404,4 @@ def _waiting(schedule: Schedule, issued: Sequence[Sequence[Issue]], mine: _Issue
         "behind": f"is queued behind {what}",
         "after": f"begins after {what}",
     }[reason]
-    return Waiting(role, issue.at, reason, f"{role}: {issue.part}`{role.actions[issue.at]}`{on} {waits}")
+    return Waiting(role, issue.at, reason, f"{role}: {issue.detail}`{role.actions[issue.at]}`{on} {waits}")

@@ -1,4 +1,4 @@
-"""Timelines of ranks as text, and as SVG or PNG with matplotlib."""
+"""Timelines of ranks as text, and as SVG or PNG drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def timeline(simulation: Simulation, *, unit: float | None = None, columns: int 
     works = [s for spans in simulation.spans for s in spans if s.action.op == "run" and s.end > s.start]
     unit = unit or min((s.end - s.start for s in works), default=1.0)
     names = _short_names(simulation.schedule)
-    width = max((len(_label(names, s.action)) for s in works), default=1)
+    cell_width = max((len(_label(names, s.action)) for s in works), default=1)
     rows = timelines_of(simulation)
-    wide = max(map(len, rows))
+    label_width = max(map(len, rows))
     lines: list[str] = []
     for label, spans in rows.items():
         cells = list(_cells(names, spans, unit))
-        line = " ".join(cell.ljust(width) for cell in cells[:columns]).rstrip()
-        lines.append(f"{label:<{wide}}  {line}{' …' if len(cells) > columns else ''}".rstrip())
+        line = " ".join(cell.ljust(cell_width) for cell in cells[:columns]).rstrip()
+        lines.append(f"{label:<{label_width}}  {line}{' …' if len(cells) > columns else ''}".rstrip())
     return "\n".join(lines)
 
 
@@ -62,12 +62,12 @@ def _cells(names: Mapping[str, str], spans: Iterable[Span], unit: float) -> Iter
 
 def _short_names(schedule: Schedule) -> dict[str, str]:
     """Return the shortest distinct prefixes of the modules' names."""
-    found: dict[str, str] = {}
+    short: dict[str, str] = {}
     for name in schedule.module:
         others = [other for other in schedule.module if other != name]
         prefixes = (name[:length] for length in range(1, len(name)))
-        found[name] = next((p for p in prefixes if not any(other.startswith(p) for other in others)), name)
-    return found
+        short[name] = next((p for p in prefixes if not any(other.startswith(p) for other in others)), name)
+    return short
 
 
 def _label(names: Mapping[str, str], action: Action) -> str:
@@ -78,25 +78,27 @@ def _label(names: Mapping[str, str], action: Action) -> str:
 
 
 def draw(panels: Mapping[str, Simulation | Timelines], file: str | Path) -> None:
-    """Draw timelines, coloured by module: panels below each other on a shared time axis.
+    """Draw timelines, coloured by module, in panels below each other on a shared time axis.
 
     Args:
         panels: by title, a simulation, or recorded spans by row label.
-        file: ends in .svg or .png.
+        file: a path that ends in .svg or .png.
 
     Raises:
         UserError: another file suffix, or matplotlib is not installed.
     """
     require_plot(file)
-    held = {title: timelines_of(panel) if isinstance(panel, Simulation) else panel for title, panel in panels.items()}
-    heights = [max(1, len(rows)) for rows in held.values()]
-    figure = new_figure((14, 1.2 * len(held) + 0.38 * sum(heights)))
-    axes = figure.subplots(len(held), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-    colours = colours_of(held.values())
-    for axis, (title, rows) in zip(axes, held.items(), strict=True):
+    timelines = {
+        title: timelines_of(panel) if isinstance(panel, Simulation) else panel for title, panel in panels.items()
+    }
+    heights = [max(1, len(rows)) for rows in timelines.values()]
+    figure = new_figure((14, 1.2 * len(timelines) + 0.38 * sum(heights)))
+    axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    colours = colours_of(timelines.values())
+    for axis, (title, rows) in zip(axes, timelines.items(), strict=True):
         draw_panel(axis, title, rows, colours)
     axes[-1].set_xlabel("seconds")
-    draw_legend(figure, held.values(), colours)
+    draw_legend(figure, timelines.values(), colours)
     write_plot(figure, Path(file))
 
 
@@ -151,16 +153,16 @@ def draw_panel(axis: Any, title: str, rows: Timelines, colours: Mapping[str, str
 
 
 def _draw_row(axis: Any, at: int, spans: Sequence[Span], colours: Mapping[str, str], seconds: float) -> None:
-    """Draw the spans of one row. Spans of one kind are one artist, since matplotlib is slow with thousands."""
+    """Draw the spans of one row. Spans of one kind are one artist, because matplotlib is slow with thousands."""
     bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
     waits: list[tuple[float, float]] = []
     for span in spans:
-        took = span.end - span.start
-        if span.action.op in ("wait", "finish") and took > 0:
-            waits.append((span.start, took))
-        if span.action.op == "run" and took > 0:
-            bars.setdefault((span.action.module, span.action.kind), []).append((span.start, took))
-            _number(axis, at, span, seconds)
+        length = span.end - span.start
+        if span.action.op in ("wait", "finish") and length > 0:
+            waits.append((span.start, length))
+        if span.action.op == "run" and length > 0:
+            bars.setdefault((span.action.module, span.action.kind), []).append((span.start, length))
+            _draw_number(axis, at, span, seconds)
     axis.broken_barh(waits, (at - 0.04, 0.08), color="0.75", linewidth=0)
     for (module, kind), ranges in bars.items():
         axis.broken_barh(
@@ -168,7 +170,7 @@ def _draw_row(axis: Any, at: int, spans: Sequence[Span], colours: Mapping[str, s
         )
 
 
-def _number(axis: Any, at: int, span: Span, seconds: float) -> None:
+def _draw_number(axis: Any, at: int, span: Span, seconds: float) -> None:
     """Write the micro-batch of a span into it, if it fits."""
     if span.end - span.start > 0.012 * seconds:
         colour = "white" if span.action.kind == "B" else "black"

@@ -1,4 +1,4 @@
-"""Which ranks share weights, what each stores, and after which runs of a stage gathered weights stay. Pure."""
+"""Sharded weights (ZeRO 2, 3): which ranks share them, what each stores, how long gathered weights stay. Pure."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.program import Module
 
 GatherSpan = Literal["run", "wave", "step"]
-"""How long gathered weights stay: for one run of a stage, which may be that of several micro-batches; for all runs of a
-wave, once forward and once backward; or for all runs of a step.
+"""How long gathered weights stay: for one run of a stage, possibly of several micro-batches; for all forward or all
+backward runs of a wave; or for all runs of a step.
 """
 BUCKET, BUCKETS = 40_000_000, 8
-"""Elements of a bucket of gradients, at least, and about the most buckets of a module on a rank."""
+"""Minimum number of elements of a bucket of gradients, and approximate maximum number of buckets of a module on a rank.
+"""
 
 
 def shares_weights(zero: int, ranks: int, trains: bool) -> bool:
-    """Whether `ranks` with the same parameters store only shares of them, at a ZeRO stage. `trains`: whether any of the
-    parameters trains; without gradients ZeRO-2 shares nothing.
+    """Whether `ranks` with the same parameters store only shards of them, at a ZeRO stage. `trains`: whether any of the
+    parameters trains; without gradients ZeRO 2 shards nothing.
     """
     return ranks > 1 and (zero == 3 or (zero == 2 and trains))
 
 
 def rows_of_share(rows: int, ranks: int) -> int:
-    """Return the rows of a parameter on the first of `ranks` that share it, which has the most."""
+    """Return the rows of a parameter on the first of `ranks` that share it, the maximum over these ranks."""
     return -(-rows // ranks)
 
 
 def bucket_elements(trained: int, ranks: int) -> int:
-    """Return the elements of parameters at which a bucket of gradients is closed: Megatron's size, or more where there
-    would be more than `BUCKETS`. `trained`: elements of all parameters of a module that train on a rank, where `ranks`
-    share their sum.
+    """Return the number of elements at which a bucket of gradients is closed: Megatron's bucket size, or more if there
+    would be more than `BUCKETS`. `trained`: elements of all trained parameters of a module on a rank; `ranks`: the
+    number of ranks that sum their gradients.
     """
     return max(BUCKET, BUCKET // 40 * ranks, -(-trained // BUCKETS))
 

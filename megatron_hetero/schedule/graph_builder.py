@@ -1,10 +1,10 @@
-"""Schedules of any acyclic graph of stages, such as text > generator or audio > text > talker, on any ranks: one
+"""Builds schedules of any acyclic graph of stages, such as text > generator or audio > text > talker, on any ranks: one
 pipeline with branches, see docs/schedules.md, "Other graphs".
 
 The orders of all ranks come from one simulated run, in which a forward takes one unit of time and a backward two, and a
 stage runs when all its ranks are free. It records one sequence: work when it begins, just after the ends of what it
 waits for; and when work ends, the beginnings of the transfers and crossings of its output, on both sides. Each rank
-executes the part of the sequence that concerns it. Everything in it follows what it depends on, so that the first
+executes its own actions of the sequence. Each action comes after all actions that it depends on, so that the first
 action that has not ended can proceed, and nothing deadlocks.
 """
 
@@ -63,20 +63,21 @@ def require_trained_through(schedule: Schedule) -> None:
             where, found = "forward_only", f"`{target.name}` without `{source.name}`"
             because = f"`{source.name}` gets its gradients through it"
             fix = f"add `{source.name}`, or leave `{target.name}` out (its parameters may be frozen all the same)"
-            raise UserError.at(where, found=found, expected="all modules that feed it, too", because=because, fix=fix)
+            raise UserError.at(where, found=found, expected="also all modules that feed it", because=because, fix=fix)
 
 
 def _following(schedule: Schedule) -> dict[StageId, list[StageId]]:
     """Return the stages that each stage feeds: the next of its module, and those that its rows enter."""
-    found: dict[StageId, list[StageId]] = {}
+    following: dict[StageId, list[StageId]] = {}
     for module in schedule.modules:
         stages = [(module.name, stage) for stage in range(module.stages)]
-        found |= {stage: stages[at + 1 : at + 2] for at, stage in enumerate(stages)}
+        following |= {stage: stages[at + 1 : at + 2] for at, stage in enumerate(stages)}
     for edge in schedule.edges:
-        own, stage = schedule.stages_of(edge)
-        if (edge.target, stage) not in found[edge.source, own]:
-            found[edge.source, own].append((edge.target, stage))
-    return found
+        source_stage, target_stage = schedule.stages_of(edge)
+        fed = following[edge.source, source_stage]
+        if (edge.target, target_stage) not in fed:
+            fed.append((edge.target, target_stage))
+    return following
 
 
 def _sorted(preceding: Mapping[StageId, Collection[StageId]]) -> tuple[StageId, ...]:
@@ -93,9 +94,9 @@ def _sorted(preceding: Mapping[StageId, Collection[StageId]]) -> tuple[StageId, 
 class _Run:
     """A simulated run of a schedule without actions.
 
-    `following`, `preceding`: the stages that each stage feeds, and those that feed it. `depth`: one more than the
-    changes of ranks on the longest path from each stage. `begun`, `ended`: how many micro-batches of each kind and
-    stage have.
+    `following`, `preceding`: the stages that each stage feeds, and the stages that feed it. `depth`: one more than the
+    changes of ranks on the longest path from each stage. `begun`, `ended`: the number of micro-batches of which work of
+    each kind and stage has begun or ended. `running`: work that has begun, and the time at which it ends.
     """
 
     def __init__(self, schedule: Schedule):
@@ -110,7 +111,7 @@ class _Run:
             self.depth[stage] = max((self.depth[n] + moves for n, moves in after), default=1)
         works = [(kind, stage) for stage in self.order for kind in ("F", "B")]
         self.begun, self.ended = dict.fromkeys(works, 0), dict.fromkeys(works, 0)
-        self.running: dict[Action, int] = {}  # and when it ends
+        self.running: dict[Action, int] = {}
 
     def has_backward(self, stage: StageId) -> bool:
         """Whether the stage has a backward pass."""
@@ -137,44 +138,47 @@ class _Run:
                     # The receive is not posted later: a send blocks those behind it until then.
                     yield from (sending, receive_of(sending))
                 yield from self._crossings(work, before=False)
-        every = self.schedule.micro_batches
-        left = [s for (kind, s), n in self.ended.items() if n < every and (kind == "F" or self.has_backward(s))]
-        assert not left, f"work of {left} is left"
+        total = self.schedule.micro_batches
+        left = [s for (kind, s), n in self.ended.items() if n < total and (kind == "F" or self.has_backward(s))]
+        assert not left, f"work of {left} has not run"
 
     def _crossings(self, work: Action, *, before: bool) -> Iterator[Action]:
-        """Finish crossings `before` the work, or start them after it."""
-        sides = self.schedule.entering, self.schedule.leaving
-        for edge in sides[before != (work.kind == "F")].get(work.place, ()):
-            if work.kind == "F" or self.schedule.returns(edge):
+        """Yield the ends of the crossings `before` the work, or the starts of the crossings after it."""
+        is_forward = work.kind == "F"
+        edges = self.schedule.entering if before == is_forward else self.schedule.leaving
+        for edge in edges.get(work.place, ()):
+            if is_forward or self.schedule.returns(edge):
                 yield (finish if before else start)(work.kind, edge, work.micro_batch)
 
     def _startable(self) -> list[Action]:
-        """Find the work that begins now. Work that waits for some of its ranks reserves the others."""
+        """Return the work that begins now. Work that waits for some of its ranks reserves its other ranks."""
         taken = {role for work in self.running for role in self.roles[work.place]}
         waiting = [work for stage in self.order for work in self._ready(stage)]
-        found: list[Action] = []
+        startable: list[Action] = []
         for work in sorted(waiting, key=self._urgency):
             if taken.isdisjoint(self.roles[work.place]):
-                found.append(work)
+                startable.append(work)
             taken |= self.roles[work.place]
-        return found
+        return startable
 
     def _urgency(self, work: Action) -> tuple[bool, int, int]:
-        """Sort backwards first, then what is nearer to an end of the graph."""
+        """Return the sort key of work: backwards first, then work that is nearer to an end of the graph."""
         return work.kind == "F", self.to_the_end[work.place], work.micro_batch
 
     def _ready(self, stage: StageId) -> Iterator[Action]:
-        """Yield the next backward and forward of the stage, where they depend on nothing more."""
-        following, every, m = self.following[stage], self.schedule.micro_batches, self.begun["B", stage]
-        back = (self.ended["B", other] for other in following if self.has_backward(other))
-        if self.has_backward(stage) and m < min(self.ended["F", stage], *back, every):
+        """Yield the next backward and forward of the stage, if all that they depend on has ended."""
+        total = self.schedule.micro_batches
+        m = self.begun["B", stage]
+        returned = (self.ended["B", other] for other in self.following[stage] if self.has_backward(other))
+        if self.has_backward(stage) and m < min(self.ended["F", stage], *returned, total):
             yield run("B", *stage, m)
-        m, arrived = self.begun["F", stage], (self.ended["F", other] for other in self.preceding[stage])
-        if m < min(every, self._done_with(stage) + self.depth[stage], *arrived):
+        m = self.begun["F", stage]
+        arrived = (self.ended["F", other] for other in self.preceding[stage])
+        if m < min(total, self._done_with(stage) + self.depth[stage], *arrived):
             yield run("F", *stage, m)
 
     def _done_with(self, stage: StageId) -> int:
-        """Count the micro-batches whose activations the stage no longer needs."""
+        """Return the number of micro-batches whose activations the stage no longer needs."""
         if self.has_backward(stage):
             return self.ended["B", stage]
         return min((self.ended["F", n] for n in self.following[stage]), default=self.ended["F", stage])

@@ -1,8 +1,8 @@
-"""A schedule: modules, and the actions of every rank in a step, with their peers and communicators. Pure data; actions
-are specified in `actions`.
+"""A schedule: modules, and the actions of every rank in a step, with their peers and communicators. Pure data;
+`actions` specifies the actions.
 
-Ranks that hold the same stages of the same modules share one *role* and one list of actions, so the size of a schedule
-grows with the number of roles (about that of pipeline stages), not of ranks.
+Ranks that hold the same stages of the same modules share one *role* and one list of actions, so that the size of a
+schedule grows with the number of roles (about the number of pipeline stages), not of ranks.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Module:
 
     @cached_property
     def _ranks(self) -> tuple[tuple[int, ...], ...]:
-        ranks, of_stage = self.layout.ranks, self.layout.stage_size  # `pp` varies slowest among ranks.
-        return tuple(ranks[first : first + of_stage] for first in range(0, len(ranks), of_stage))
+        ranks, size = self.layout.ranks, self.layout.stage_size  # `pp` varies slowest among ranks.
+        return tuple(ranks[first : first + size] for first in range(0, len(ranks), size))
 
     @cached_property
     def forward_kinds(self) -> tuple[WorkKind, ...]:
@@ -100,7 +100,7 @@ class Role:
 
 
 def find_roles(modules: Sequence[Module]) -> tuple[Role, ...]:
-    """Find the roles of all ranks, without actions, in the order of their first ranks."""
+    """Return the roles of all ranks, without actions, in the order of their first ranks."""
     held_stages: dict[int, tuple[StageId, ...]] = {}
     for module in modules:
         for coordinate in range(module.layout.pp):
@@ -165,37 +165,40 @@ class Schedule:
         module = self.module[action.module]
         return module.stage_ranks(action.peer_stage)[module.stage_ranks(action.own_stage).index(rank)]
 
-    def parted(self) -> Schedule:
-        """Return the schedule with roles parted until all ranks of a role have peers of one role."""
-        rings: list[dict[int, int]] = []  # by module with stages, the peer of each rank in the next stage
+    def with_split_roles(self) -> Schedule:
+        """Return the schedule with roles split until, for each role, the peers of its ranks are of one role."""
+        rings: list[dict[int, int]] = []  # for each module with stages, the peer of each rank in the next stage
         for module in self.modules:
             if module.layout.pp > 1:
                 stages = [module.stage_ranks(coordinate) for coordinate in range(module.layout.pp)]
                 rings.append(dict(zip(chain(*stages), chain(*stages[1:], stages[0]), strict=True)))
-        role_of, count = self.role_index, 0
-        while len(parts := _grouped(role_of)) > count:
-            count = len(parts)
-            index = {rank: at for at, ranks in enumerate(parts.values()) for rank in ranks}
-            role_of = {rank: (own, *(index.get(ring.get(rank, -1)) for ring in rings)) for rank, own in index.items()}
-        roles = (replace(self.roles[self.role_index[ranks[0]]], ranks=ranks) for ranks in parts.values())
+        key_of_rank, count = self.role_index, 0
+        while len(groups := _grouped(key_of_rank)) > count:
+            count = len(groups)
+            group_of_rank = {rank: number for number, ranks in enumerate(groups.values()) for rank in ranks}
+            key_of_rank = {
+                rank: (group, *(group_of_rank.get(ring.get(rank, -1)) for ring in rings))
+                for rank, group in group_of_rank.items()
+            }
+        roles = (replace(self.roles[self.role_index[ranks[0]]], ranks=ranks) for ranks in groups.values())
         return replace(self, roles=tuple(roles))
 
     @cached_property
     def roles_of_stages(self) -> dict[StageId, set[int]]:
         """The roles that hold each stage, by index."""
-        found: dict[StageId, set[int]] = {}
+        roles: dict[StageId, set[int]] = {}
         for index, role in enumerate(self.roles):
             for stage in role.held_stages:
-                found.setdefault(stage, set()).add(index)
-        return found
+                roles.setdefault(stage, set()).add(index)
+        return roles
 
     def roles_of_sides(self, edge: Edge) -> tuple[set[int], set[int]]:
-        """Return the roles that rows of an edge leave, and those that they enter, by index."""
-        own, stage = self.stages_of(edge)
-        return self.roles_of_stages[edge.source, own], self.roles_of_stages[edge.target, stage]
+        """Return the indices of the roles that rows of an edge leave, and of the roles that they enter."""
+        source_stage, target_stage = self.stages_of(edge)
+        return self.roles_of_stages[edge.source, source_stage], self.roles_of_stages[edge.target, target_stage]
 
     def roles_of(self, action: Action) -> set[int]:
-        """Return the roles that execute an action, by index."""
+        """Return the indices of the roles that execute an action."""
         if action.op in ("start", "finish"):
             return set[int]().union(*self.roles_of_sides(action.edge))
         return self.roles_of_stages[action.place]
@@ -211,46 +214,46 @@ class Schedule:
         return _by_stage((edge.target, self.stages_of(edge)[1], edge) for edge in self.edges)
 
     def returns(self, edge: Edge) -> bool:
-        """Whether gradients of the edge's rows go back."""
+        """Whether gradients of the edge's rows return."""
         return self.module[edge.source].backward and self.module[edge.target].backward
 
     def stages_of(self, edge: Edge) -> tuple[int, int]:
-        """Return the stage that rows leave, and the one that they enter."""
+        """Return the stage that rows leave, and the stage that they enter."""
         if edge.source_stage is None:
             return self.module[edge.source].stages - 1, 0
         assert edge.target_stage is not None, f"{edge} names one stage"
         return edge.source_stage, edge.target_stage
 
     def sides(self, edge: Edge) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ranks that rows of an edge leave, and those that they enter."""
-        own, stage = self.stages_of(edge)
-        return self.module[edge.source].stage_ranks(own), self.module[edge.target].stage_ranks(stage)
+        """Return the ranks that rows of an edge leave, and the ranks that they enter."""
+        source_stage, target_stage = self.stages_of(edge)
+        return self.module[edge.source].stage_ranks(source_stage), self.module[edge.target].stage_ranks(target_stage)
 
     @cached_property
     def collective(self) -> dict[Edge, bool]:
         """Whether crossings of each edge are collectives: its sides share ranks."""
         sides = {edge: self.sides(edge) for edge in self.edges}
-        return {edge: not set(own).isdisjoint(others) for edge, (own, others) in sides.items()}
+        return {edge: not set(source).isdisjoint(target) for edge, (source, target) in sides.items()}
 
     def crosses(self, role: Role, edge: Edge) -> tuple[bool, bool]:
         """Whether rows of the edge leave the role, and whether they enter it."""
-        own, stage = self.stages_of(edge)
-        return (edge.source, own) in role.held_stages, (edge.target, stage) in role.held_stages
+        source_stage, target_stage = self.stages_of(edge)
+        return (edge.source, source_stage) in role.held_stages, (edge.target, target_stage) in role.held_stages
 
     def returns_early(self, edge: Edge) -> bool:
-        """Whether gradients start to cross back as soon as possible, amid the backward that computes them.
+        """Whether gradients start to return as soon as possible, amid the backward that computes them.
 
         Where modules take turns and the text module has stages, the other ranks cannot take part before their turn.
         Communication that waits for them gains nothing, and may even keep a GPU from proceeding with the text module
         if its streams share a queue (CUDA_DEVICE_MAX_CONNECTIONS). In a graph, ranks of one stage may have other
-        crossings to do before.
+        crossings before.
         """
         style = self.module[edge.source].style
         return style == "ahead" or (style != "graph" and self.text.layout.pp == 1)
 
     @cached_property
     def waves(self) -> tuple[range, ...]:
-        """The micro-batches that encoders which take turns with the text module encode in each turn."""
+        """The micro-batches of each turn of the encoders that take turns with the text module."""
         size = max((e.window for e in self.encoders if e.style == "waves"), default=0) or self.micro_batches
         return tuple(
             range(first, min(first + size, self.micro_batches)) for first in range(0, self.micro_batches, size)
@@ -258,15 +261,15 @@ class Schedule:
 
     @cached_property
     def returned(self) -> tuple[range, ...]:
-        """The micro-batches whose gradients come back to them in each turn: before each wave but the first, those that
-        the first text stage has run backward by then; at the end the others.
+        """The micro-batches whose gradients return to the encoders in each turn: before each wave but the first, those
+        whose backward the first text stage has run by then; at the end the others.
         """
         ends = [max(0, wave[0] - self.in_flight_between_waves) for wave in self.waves[1:]] + [self.micro_batches]
         return tuple(range(*pair) for pair in pairwise([0, *ends]))
 
     def in_one_call(self, name: str) -> tuple[range, ...]:
-        """Cut the micro-batches into runs that a module may compute in one call: they are encoded in one turn, and
-        their gradients come back in one. Runs have one micro-batch for a module that does not run in waves, and for an
+        """Cut the micro-batches into runs that a module may compute in one call: those that are encoded in one turn,
+        and whose gradients return in one. Runs have one micro-batch for a module that does not run in waves, and for an
         encoder with pipeline stages, which compute several micro-batches at a time already.
         """
         module = self.module[name]
@@ -277,13 +280,13 @@ class Schedule:
 
     @property
     def in_flight_between_waves(self) -> int:
-        """Micro-batches in flight, after forward and before backward, on the first text stage when the next wave is
-        encoded. Interleaved stages drain first.
+        """Number of micro-batches between forward and backward on the first text stage when the next wave is encoded.
+        Interleaved stages drain first.
         """
         return self.text.layout.pp - 1 if self.text.virtual == 1 else 0
 
     def activation_bound(self, module: Module, coordinate: int) -> int:
-        """Return the most micro-batches (with virtual stages: stages) whose activations may live on a rank at once."""
+        """Return the maximum number of micro-batches (with virtual stages: stages) with live activations on a rank."""
         pp, left = module.layout.pp, module.layout.pp - 1 - coordinate
         match module.style:
             case "text" if module.virtual == 1:
@@ -303,14 +306,14 @@ class Schedule:
 
 
 def _by_stage(ends: Iterable[tuple[str, int, Edge]]) -> dict[StageId, tuple[Edge, ...]]:
-    found: dict[StageId, tuple[Edge, ...]] = {}
+    edges: dict[StageId, tuple[Edge, ...]] = {}
     for module, stage, edge in ends:
-        found[module, stage] = (*found.get((module, stage), ()), edge)
-    return found
+        edges[module, stage] = (*edges.get((module, stage), ()), edge)
+    return edges
 
 
 def use_of(schedule: Schedule, action: Action) -> Link | EdgeUse:
-    """Return the use of a communicator by a transfer or crossing."""
+    """Return for which use a transfer or crossing has a communicator."""
     direction: Direction = "backward" if action.kind == "B" else "forward"
     if action.op in ("start", "finish"):
         return EdgeUse(action.edge, direction)
@@ -319,8 +322,8 @@ def use_of(schedule: Schedule, action: Action) -> Link | EdgeUse:
 
 
 def early_start(schedule: Schedule, actions: Sequence[Action], at: int) -> Action | None:
-    """Return the crossing that starts amid the backward at index `at`: the next one of the rank, if it returns the
-    gradients of rows that entered this stage.
+    """Return the crossing that starts amid the backward at index `at`: the next crossing of the rank, if it returns the
+    gradients of rows that entered this stage; else None.
     """
     work, later = actions[at], map(actions.__getitem__, range(at, len(actions)))
     following = next((action for action in later if action.op in ("start", "finish")), None)

@@ -1,4 +1,4 @@
-"""The user's settings of the schedule, and their defaults."""
+"""Settings of the schedule, their checks and their defaults."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ ScheduleKind = Literal["auto", "waves", "recompute", "ahead"]
 
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """Settings of how modules take turns. None: chosen from the layouts."""
+    """How modules take turns. None: chosen from the layouts."""
 
     kind: ScheduleKind = "auto"
     """How encoders that share ranks with the text module run: in `waves`, or with `recompute` (save only the rows, run
     forward again before backward). `ahead`: no encoder shares ranks with the text module. `auto`: waves or ahead."""
     waves: int | None = None
-    """Micro-batches encoded at a time. Encoder activations of as many live at once, and of pp - 1 more if the text
-    module has stages."""
+    """Micro-batches encoded at a time. As many have live encoder activations at once, and pp - 1 more if the text
+    module has stages.
+    """
     run_ahead: int | None = None
-    """Micro-batches that an encoder on its own ranks may be ahead of the text module. With 0 it starts one when the
-    text stages that its rows enter have received the one before."""
+    """Micro-batches by which an encoder on ranks of its own may be ahead of the text module. With 0 it starts one when
+    the text stages that its rows enter have received the previous one."""
     virtual_stages: int = 1
-    """Stages of the text module per pipeline rank; more than one are interleaved."""
+    """Stages of the text module per pipeline rank; several stages are interleaved."""
 
 
 def sharing_encoders(layouts: Mapping[str, Layout], text: str) -> tuple[str, ...]:
-    """Find the encoders that share ranks with the text module, directly or through another encoder; they take turns
+    """Return the encoders that share ranks with the text module, directly or through another encoder; they take turns
     with it.
     """
-    found: list[str] = []
+    sharing: list[str] = []
     ranks, more = set(layouts[text].ranks), True
     while more:
-        more = [name for name in layouts if name not in (text, *found) and not ranks.isdisjoint(layouts[name].ranks)]
-        found += more
+        more = [name for name in layouts if name not in (text, *sharing) and not ranks.isdisjoint(layouts[name].ranks)]
+        sharing += more
         ranks.update(*(layouts[name].ranks for name in more))
-    return tuple(name for name in layouts if name in found)
+    return tuple(name for name in layouts if name in sharing)
 
 
 def resolve_settings(
@@ -51,7 +52,7 @@ def resolve_settings(
     *,
     text: str = "text",
     place: str = "ScheduleSettings",
-    most: int | None = None,
+    maximum: int | None = None,
 ) -> ScheduleSettings:
     """Fill in all defaults; settings that do not apply stay None.
 
@@ -61,7 +62,7 @@ def resolve_settings(
         micro_batches: number of micro-batches in the step.
         text: the module that all others feed.
         place: where the user gave them, for messages.
-        most: micro-batches of every step, if all have as many.
+        maximum: the number of micro-batches of every step, if it is the same for all.
 
     Raises:
         UserError: a setting is out of range, or applies to encoders that do not exist.
@@ -75,11 +76,11 @@ def resolve_settings(
     _require_applies(f"{place}.run_ahead", settings.run_ahead, bool(ahead), "no encoder has all its ranks to itself")
     waves, run_ahead = settings.waves, settings.run_ahead
     for name, value in {"waves": waves, "run_ahead": run_ahead}.items():
-        if most is not None and value is not None and value > most:
+        if maximum is not None and value is not None and value > maximum:
             because = "a replica of the text module has no more micro-batches in a step"
-            fix = f"lower it to {most}, or raise train.global_batch_size"
+            fix = f"lower it to {maximum}, or raise train.global_batch_size"
             where = f"{place}.{name} (--{place}.{name})"
-            raise UserError.at(where, found=str(value), expected=f"at most {most}", because=because, fix=fix)
+            raise UserError.at(where, found=str(value), expected=f"at most {maximum}", because=because, fix=fix)
     if kind == "waves" and waves is None:
         waves = _default_waves(layouts[text].pp, micro_batches, settings.virtual_stages)
     if ahead and run_ahead is None:
@@ -88,9 +89,9 @@ def resolve_settings(
 
 
 def _default_waves(pp: int, micro_batches: int, virtual_stages: int) -> int:
-    """Return 1 without stages. With stages, waves are of equal size near 3 pp: in simulations, stages waiting for each
-    other at each wave then cost less than 5 % of a step, for an encoder without stages and with at least a quarter of
-    the text module's work; with stages of its own, or virtual text stages, up to 6.5 %.
+    """Return the default size of waves: 1 without stages; with stages, an even size near 3 pp. In simulations, stages
+    that wait for each other at each wave then cost less than 5 % of a step, for an encoder without stages that has at
+    least a quarter of the text module's work, and up to 6.5 % for an encoder with stages or virtual text stages.
     """
     if pp == 1:
         return 1

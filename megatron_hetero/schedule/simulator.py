@@ -1,4 +1,4 @@
-"""Simulates the times of a schedule's actions from the durations of work and transfers, and bubbles."""
+"""Simulates when the actions of a schedule run, given the durations of work and transfers, and computes bubbles."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from megatron_hetero.schedule.check import check_schedule
 from megatron_hetero.schedule.program import Schedule
 
 DurationKey = tuple[str, str, int]
-"""Work: (module, kind (F, R, B), stage). Transfer: the same, of the sender. Crossing: (encoder, kind, -1)."""
+"""The key of a duration: (module, kind (F, R, B), stage) of work, or of the sender of a transfer; (encoder, kind, -1)
+of a crossing.
+"""
 Durations = Callable[[str, str, int], float] | Mapping[DurationKey, float] | float
 Event = tuple[int, Action]
-"""A role has begun an action."""
+"""The index of a role, and an action that it has begun."""
 
 
 class Span(NamedTuple):
@@ -85,13 +87,13 @@ def simulate(schedule: Schedule, durations: Durations, transfers: Durations = 0.
         spans[role].append(Span(action, now, end))
     if any(len(each) < len(role.actions) for each, role in zip(spans, schedule.roles, strict=True)):
         check_schedule(schedule)  # raises, unless ranks of a role wait for peers of several roles
-        return simulate(schedule.parted(), durations, transfers)
+        return simulate(schedule.with_split_roles(), durations, transfers)
     return Simulation(schedule, tuple(map(tuple, spans)))
 
 
 def in_order(schedule: Schedule) -> Iterator[tuple[int, Action, list[Event]]]:
-    """Yield all actions in an order in which they can happen: the role, the action, and what it waits for on other
-    roles. If they wait for each other forever, the rest is left out.
+    """Yield all actions in an order in which they can happen: the index of the role, the action, and the events of
+    other roles that it waits for. Actions that wait for each other forever, and all after them, are omitted.
     """
     begun: set[Event] = set()
     sleeping: dict[Event, list[int]] = defaultdict(list)
@@ -115,8 +117,8 @@ def in_order(schedule: Schedule) -> Iterator[tuple[int, Action, list[Event]]]:
 
 
 def _awaited(schedule: Schedule, role: int, action: Action) -> list[Event]:
-    """Return what an action of a role waits for on others: for a `wait`, each `send` of the stage that sends; for a
-    `finish`, each `start` of the side that rows leave or, if they share ranks, of both sides.
+    """Return the events of other roles that an action waits for: for a `wait`, each `send` of the stage that sends; for
+    a `finish`, each `start` of the side that rows leave or, if the sides share ranks, of both sides.
     """
     if action.op == "wait":
         sent = send(action.kind, action.module, action.peer_stage, action.own_stage, action.micro_batch)

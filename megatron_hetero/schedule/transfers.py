@@ -1,8 +1,8 @@
 """Adds the transfers between pipeline stages to the work of each role.
 
-An output is sent right after its work. A receive is posted one work before the one that uses it, so that they overlap,
-and waited for directly before its use. Receives are posted in the order in which the sender sends: those that precede
-it from the same rank are posted with it.
+An output is sent right after its work. A receive is posted before the work that precedes the work that uses it, so that
+they overlap, and waited for directly before its use. Receives are posted in the order in which the sender sends:
+earlier receives from the same rank are posted with it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from megatron_hetero.schedule.actions import Action, irecv, send, wait
 from megatron_hetero.schedule.program import Role, Schedule
 
 Hop = tuple[str, int, int]
-"""A module, and the pipeline coordinates of a sender and a receiver."""
+"""A module, and the pipeline coordinates of a sender and of a receiver."""
 
 
 def input_of(schedule: Schedule, work: Action) -> tuple[Action, Action] | None:
-    """Return the `irecv` and the `wait` of the input of `work`, if it comes from another stage."""
+    """Return the `irecv` and the `wait` of the input of `work`; None if it does not come from another stage."""
     source = work.own_stage + (1 if work.kind == "B" else -1)
     if not 0 <= source < schedule.module[work.module].stages:
         return None
@@ -28,7 +28,7 @@ def input_of(schedule: Schedule, work: Action) -> tuple[Action, Action] | None:
 
 
 def output_of(schedule: Schedule, work: Action) -> Action | None:
-    """Return the `send` of the output of `work`, if another stage uses it."""
+    """Return the `send` of the output of `work`; None if no other stage uses it."""
     target = work.own_stage - (1 if work.kind == "B" else -1)
     if not 0 <= target < schedule.module[work.module].stages:
         return None
@@ -36,12 +36,12 @@ def output_of(schedule: Schedule, work: Action) -> Action | None:
 
 
 def receive_of(sending: Action) -> Action:
-    """Return the `irecv` of what is sent."""
+    """Return the `irecv` of a `send`."""
     return irecv(sending.kind, sending.module, sending.peer_stage, sending.own_stage, sending.micro_batch)
 
 
 def with_transfers(schedule: Schedule, orders: Sequence[Sequence[Action]]) -> tuple[Role, ...]:
-    """Return the roles with actions: `orders`, the work and crossings of each, and the transfers between stages."""
+    """Return the roles with their actions: work and crossings, in the order of `orders`, and transfers."""
     sent: dict[Hop, list[Action]] = {}
     for order in orders:  # All ranks of a stage run the module in one order, whatever other modules they hold.
         sent |= _sent(schedule, order)
@@ -53,12 +53,12 @@ def with_transfers(schedule: Schedule, orders: Sequence[Sequence[Action]]) -> tu
 
 def _sent(schedule: Schedule, order: Sequence[Action]) -> dict[Hop, list[Action]]:
     """Collect the messages that leave a role, in order, as the receiver's `irecv`."""
-    found: defaultdict[Hop, list[Action]] = defaultdict(list)
+    messages: defaultdict[Hop, list[Action]] = defaultdict(list)
     for work in order:
         if work.op == "run" and (sending := output_of(schedule, work)):
             message = receive_of(sending)
-            found[_hop(schedule, message)].append(message)
-    return found
+            messages[_hop(schedule, message)].append(message)
+    return messages
 
 
 def _hop(schedule: Schedule, message: Action) -> Hop:

@@ -54,6 +54,11 @@ HOPPER = (9, 0)
 OPTIMIZERS: dict[str, Algorithm] = {"adamw": AdamW(lr=1e-2, eps=1e-4, weight_decay=0.1), "sgd": SGD(lr=0.1)}
 
 
+def _peer_at_stage(layout: Layout, rank: int, stage: int) -> int:
+    """Return the rank of another pipeline stage with the other coordinates of `rank`."""
+    return layout.rank_at(**layout.coordinate(rank)._asdict() | {"pp": stage})
+
+
 def lone_site() -> Site:
     """Where a process without groups builds layers on the CPU, in fp32."""
     prepare(PLATFORM)
@@ -155,7 +160,7 @@ class Passes:
         self.passed: list[tuple[Tensor | None, Tensor]] = []
 
     def _beside(self, step: int) -> int:
-        return self.layout.peer_at_stage(self.rank, (self.layout.coordinate(self.rank).pp + step) % self.layout.pp)
+        return _peer_at_stage(self.layout, self.rank, (self.layout.coordinate(self.rank).pp + step) % self.layout.pp)
 
     def forward(self) -> Tensor:
         """What the last of this rank's stages gave."""
@@ -252,7 +257,7 @@ def train_text(trainee: Trainee, seeds: Sequence[int]) -> tuple[Tensor, dict[int
         packs = Packs(trainee.shapes, tuple(seeds[start : start + layout.dp]))
         sharded = trainee.case.sequence_parallel and layout.tp > 1
         shards = TokenShards(layout.stage(0), sharded, packs.lengths, {"vision": packs.places})
-        first = layout.peer_at_stage(rank, 0)
+        first = _peer_at_stage(layout, rank, 0)
         batch, ids = packs.input(shards, first), shards.ownership("vision").held_by(first)
         rows = packs.rows[ids].requires_grad_()
 
@@ -307,7 +312,10 @@ def vision(case: Case) -> dict[str, Any]:
     assigned = tuple(tuple(range(replica, len(GRIDS), layout.dp)) for replica in range(layout.dp))
     sharded = case.sequence_parallel and layout.tp > 1
     shards = EncoderShards(shape, layout.stage(0), sharded, GRIDS, assigned)
-    share, ids = shards.share(layout.peer_at_stage(rank, 0)), shards.ownership().held_by(layout.peer_at_stage(rank, 0))
+    share, ids = (
+        shards.share(_peer_at_stage(layout, rank, 0)),
+        shards.ownership().held_by(_peer_at_stage(layout, rank, 0)),
+    )
     units = sum(int(np.prod(grid)) for grid in GRIDS) // shape.unit
     random = torch.Generator().manual_seed(5)
     pixels = torch.randn(units, shape.unit * shape.patch_elements, generator=random)

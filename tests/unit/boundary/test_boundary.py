@@ -302,7 +302,7 @@ def test_parts_that_two_of_four_ranks_share_are_refused() -> None:
             rows = link(link.plan(held=mine, needed=[0, 1, 2, 3], gradient="partial"), Scale(2.0)(values(mine)))
             rows[places.rank // 2 :: 2].sum().backward()
 
-    with pytest.raises(ValueError, match="equal on ranks 0-1, expected parts"):
+    with pytest.raises(ValueError, match="equal on ranks 0-1, expected partial sums"):
         train()
 
 

@@ -213,7 +213,7 @@ KINDS = {
     "dims": r"rows of shape \(1, \d+, 3\), expected \[rows, 3\], .*",
     "dtype": r"rows of torch.float32, expected torch.float64, as .*",
     "count": r"\d+ rows, expected the \d+ that this rank holds in the plan\. Plan with the ids .*",
-    "part": rf"the part of rank \d of the plan, expected its own\. {FIX}",
+    "part": rf"the plan of rank \d, expected its own\. {FIX}",
     "plan": rf"a plan for ranks \(0, 1\), expected one for the communicator's ranks \(0, 1, 2, 3\)\. {FIX}",
 }
 

@@ -175,7 +175,7 @@ def test_equal_parts_of_a_mean_are_warned_of() -> None:
     """Ranks that share the tokens of a pooled sample may have equal parts, as do those that compute the whole."""
     boundary = between(SHARDS, PARTS)
     rows = boundary.x[boundary.held].requires_grad_()
-    said = "found gradients of rows that are equal on ranks .*, expected parts"
+    said = "found gradients of rows that are equal on ranks .*, expected partial sums"
     with pytest.warns(UserWarning, match=said), crossings() as cross:
         (cross(communicator(), boundary.loaded, rows).mean(0).sum() / 2).backward()
     assert rows.grad is not None and (not len(rows) or rows.grad.abs().min() > 0)

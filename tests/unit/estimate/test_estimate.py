@@ -260,8 +260,8 @@ def test_output_has_every_part(plan_flags: Callable[[str], list[str]], capsys: p
     for part in (
         "bfloat16 with adamw on 6 ranks", "1 image of 896x896 pixels (4,096 patches, 1,024 rows)", "512 further tokens",
         "Modules", "tp:2,pp:2", "Boundaries, in a step", "messages in all", "Memory of a rank", "Allowance of the rank",
-        "Not counted:",
-        "Communicators", "text forward from stages 0", "Made by 6 calls", "2-3 text.0", "vF0", "Ranks wait", "Problems",
+        "Not counted:", "Problems",
+        "Communicators", "text forward from stages 0", "Created by 6 calls", "2-3 text.0", "vF0", "Ranks wait",
     ):  # fmt: skip
         assert part in shown, part
 

@@ -93,7 +93,7 @@ REFUSED = [
     (f"{FP32} --text-precision.gradients bfloat16", "modules.text.precision.gradients .*Remove it, or set"),
     ("--model.freeze text --text-precision.moments bfloat16", "modules.text.precision.moments .*text is frozen"),
     ("--model.freeze text --text-offload.states true", "modules.text.offload.states .*text is frozen"),
-    (f"{FP32} {SGD} --text-offload.states true", "modules.text.offload.states .*keeps no states"),
+    (f"{FP32} {SGD} --text-offload.states true", "modules.text.offload.states .*has no states"),
     (f"{SGD} --text-precision.moments 8bit", "modules.text.precision.moments .*sgd, which keeps no"),
     (
         "--model.freeze vision --vision-offload.activations true",

@@ -179,7 +179,7 @@ def test_the_main_view_is_untouched_by_others() -> None:
 
 
 FAULTY = [
-    ("ep:3", "ep:3 on 8 ranks, expected a divisor of 8, because ep, edp number the 8 ranks of a pipeline stage"),
+    ("ep:3", "ep:3 on 8 ranks, expected a divisor of 8, because ep, edp divide the same 8 ranks of a pipeline stage"),
     ("pp:2,ep:8", "ep:8 on 4 ranks, expected a divisor of 4"),
     ("ep:4,edp:4", "ep:4,edp:4 on 8 ranks, expected degrees that multiply to 8"),
     ("ep:2,edp:2", "ep:2,edp:2 on 8 ranks, expected degrees that multiply to 8"),

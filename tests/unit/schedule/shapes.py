@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.builders import build_schedule, last_entered
-from megatron_hetero.schedule.check import MAX_CTAS, most_resident
+from megatron_hetero.schedule.check import MAX_CTAS, peak_resident
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleKind, ScheduleSettings, sharing_encoders
 
@@ -92,7 +92,7 @@ def schedules(draw: st.DrawFn, most_batches: int = 9, most_ranks: int = 16) -> S
 
 def with_room(schedule: Schedule) -> Schedule:
     """The schedule; Hypothesis draws another one where it has too many edges on a rank."""
-    assume(all(most_resident(schedule, role).ctas <= MAX_CTAS for role in schedule.roles))
+    assume(all(peak_resident(schedule, role).ctas <= MAX_CTAS for role in schedule.roles))
     return schedule
 
 

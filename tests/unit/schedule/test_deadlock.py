@@ -26,7 +26,7 @@ from megatron_hetero.layout.communicators import (
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.schedule.actions import Action, start
 from megatron_hetero.schedule.builders import build_schedule
-from megatron_hetero.schedule.check import ScheduleError, check_schedule, local_dependencies, most_resident
+from megatron_hetero.schedule.check import ScheduleError, check_schedule, local_dependencies, peak_resident
 from megatron_hetero.schedule.deadlock import _EventGraph, find_cycle, issues
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
@@ -212,13 +212,13 @@ def test_sums_of_gradients_of_modules_on_the_same_ranks_count() -> None:
     names = ["a", "b", "vision", "text"]
     schedule = build_schedule(layouts(**dict.fromkeys(names, "dp:2@0-1")), 8, text="text")
     [role] = schedule.roles
-    most = most_resident(schedule, role)
+    most = peak_resident(schedule, role)
     assert most.ctas == 4 * GRADIENT_CTAS + 3 * CTAS and {f"{name} sp,cp,dp" for name in names} < {*most.communicators}
     check_schedule(schedule)
     assert not Gpus(schedule, sms=132, link_ctas=CTAS, edge_ctas=CTAS, sum_ctas=GRADIENT_CTAS).run()
     assert Gpus(schedule, sms=132, link_ctas=CTAS, edge_ctas=CTAS, sum_ctas=32).run()
     frozen = build_schedule(layouts(**dict.fromkeys(names, "dp:2@0-1")), 8, text="text", forward_only=names)
-    assert most_resident(frozen, frozen.roles[0]).ctas <= 3 * CTAS, "nothing is trained"
+    assert peak_resident(frozen, frozen.roles[0]).ctas <= 3 * CTAS, "nothing is trained"
     staged = build_schedule(layouts(**dict.fromkeys(names, "dp:2,pp:2@0-3")), 8, text="text")
     said = refusal(staged)
     assert "found communication that may occupy 100 SMs of a GPU at a time, expected at most 80" in said
@@ -343,7 +343,7 @@ def test_ranks_of_one_stage_with_different_peers() -> None:
     """
     schedule = build_schedule(layouts(a="dp:1@2", text="tp:2,pp:2@0-3"), 3)
     assert [str(role) for role in schedule.roles] == ["ranks 0-1 (text.0)", "rank 2 (a.0+text.1)", "rank 3 (text.1)"]
-    assert [role.ranks for role in schedule.parted().roles] == [(0,), (1,), (2,), (3,)]
+    assert [role.ranks for role in schedule.with_split_roles().roles] == [(0,), (1,), (2,), (3,)]
     early = [parsed(text) for text in ("text.1<0.F1", "text.1<0.F1!")]
     actions = [action for action in schedule.actions_of(2) if action not in early]
     at = actions.index(parsed("text.1.F0"))

@@ -520,7 +520,7 @@ def test_the_kind_of_gradients_is_compared_for_each_kind() -> None:
     )
     with pytest.raises(UserError, match="that differ on ranks 0-3, expected equal ones"):
         different([part("invariant")])
-    with pytest.raises(UserError, match="that are equal on ranks 0-3, expected parts"):
+    with pytest.raises(UserError, match="that are equal on ranks 0-3, expected partial sums"):
         run([part("invariant"), part("partial")])
 
 
