@@ -257,7 +257,7 @@ class JobSpec:
     def balance(self) -> float:
         """Weight of the loss that balances experts: its coefficient times experts per sparse layer squared."""
         text = self.shapes.text
-        experts, sparse = text.parts.get("experts", 0), len(text.architecture.layers_in(EXPERTS.name))
+        experts, sparse = text.counts.get("experts", 0), len(text.architecture.layers_in(EXPERTS.name))
         return self.config.model.router_aux_loss_coef * experts / sparse**2 if sparse else 0.0
 
     @property
@@ -309,8 +309,8 @@ def _require_modules(config: Config, shapes: ModelShapes) -> None:
 
 def _require_trained_projectors(config: Config, shapes: ModelShapes, frozen: Frozen) -> None:
     """Check that a learning rate of projectors has some to train. Raises `UserError`."""
-    projectors, rate = [shapes.parts_of(name)[-1] for name in shapes.encoders], config.optimizer.lr_projector
-    if rate is not None and frozen.parts.issuperset(projectors):
+    projectors, rate = [shapes.subsets_of(name)[-1] for name in shapes.encoders], config.optimizer.lr_projector
+    if rate is not None and frozen.subsets.issuperset(projectors):
         why, fix = f"model.freeze and model.train leave {', '.join(projectors)} frozen", "remove it, or train one"
         raise unused("optimizer.lr_projector", rate, why, fix)
 
@@ -318,7 +318,7 @@ def _require_trained_projectors(config: Config, shapes: ModelShapes, frozen: Fro
 def _require_experts(config: Config, shapes: ModelShapes) -> None:
     """Check that settings of experts are for a model that has some. Raises `UserError`."""
     coefficient = config.model.router_aux_loss_coef
-    if coefficient and "experts" not in shapes.text.parts:
+    if coefficient and "experts" not in shapes.text.counts:
         raise wrong("model.router_aux_loss_coef", coefficient, "0", "the text module has no experts", "remove it")
 
 

@@ -118,7 +118,7 @@ class TextShape(_Shape, family.TextShape):
     views = (SLOTS,)
 
     @property
-    def parts(self) -> Mapping[Split, int]:
+    def counts(self) -> Mapping[Split, int]:
         return {"experts": self.slots}
 
     @property

@@ -147,7 +147,7 @@ def test_tensors_are_those_of_transformers(name: str, folders: Path) -> None:
 def test_all_layers_have_experts_and_an_mlp_beside_them(folders: Path) -> None:
     shapes = shapes_of_folder(folders / "moe")
     text = shapes.text
-    assert isinstance(text, moe.TextShape) and text.parts == {"experts": 6} and text.ffn == 0
+    assert isinstance(text, moe.TextShape) and text.counts == {"experts": 6} and text.ffn == 0
     assert (text.experts, text.experts_per_token, text.expert_ffn, text.shared_ffn) == (6, 2, 20, 28)
     assert text.full == (False, False, True) and text.architecture.views == ("main", "experts")
     assert shapes_of_folder(folders / "moe-published") == shapes
