@@ -20,7 +20,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Collection
 from functools import lru_cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -52,24 +52,10 @@ MAX_ELEMENTS = 2**32
 """causal-conv1d computes offsets in 32 bits (`index_t` in csrc/causal_conv1d.h)."""
 
 
-class Rule(Protocol):
-    """The gated delta rule along each sequence, see `delta_rule.delta_rule`: [n, H, V]."""
-
-    def __call__(  # noqa: D102 (above)
-        self,
-        q_nhK: Tensor,
-        k_nhK: Tensor,
-        v_nHV: Tensor,
-        decay_nH: Tensor,
-        beta_nH: Tensor,
-        sequences: Sequences,
-    ) -> Tensor: ...
-
-
-class Convolution(Protocol):
-    """The short convolution along each sequence, then SiLU, see `short_convolution.convolved`: [n, c]."""
-
-    def __call__(self, x_nc: Tensor, weight_ct: Tensor, sequences: Sequences) -> Tensor: ...  # noqa: D102 (above)
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Sequences], Tensor]
+"""The gated delta rule along each sequence, with the arguments of `delta_rule.delta_rule`: [n, H, V]."""
+Convolution = Callable[[Tensor, Tensor, Sequences], Tensor]
+"""The short convolution along each sequence, then SiLU, with the arguments of `short_convolution.convolved`: [n, c]."""
 
 
 def choose_rule(

@@ -57,8 +57,7 @@ Function = Callable[..., "Tensor | tuple[Tensor, ...]"]
 def recompute(function: Function, *inputs: Tensor) -> Any:
     """Return `function(*inputs)`, saving only the inputs.
 
-    `function` must not draw random numbers. Of other tensors that it uses only parameters get gradients, from the
-    recomputation.
+    `function` must not draw random numbers. Parameters that it uses get gradients from the recomputation.
     """
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
         return function(*inputs)
