@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.roofline.costs import ask_of
 from benchmarks.roofline.timeline import Timeline, works_noted
 from megatron_hetero.models.layers.linear import _Linear
-from megatron_hetero.models.layers.overlapped import first_in_parts, second_in_parts
+from megatron_hetero.models.layers.overlapped import first_in_chunks, second_in_chunks
 from megatron_hetero.step.buffers import Bucket, BucketSums, WeightGathers
 
 RANKS, PARTS, ROWS, WIDTH = 4, 4, 6, 8
@@ -89,12 +89,12 @@ def _column() -> tuple[Tensor, Callable[[], Tensor]]:
 
 def _column_in_parts() -> tuple[Tensor, Callable[[], Tensor]]:
     layer, x = _layer(), torch.ones(PARTS * ROWS, 1, WIDTH, requires_grad=True)
-    return x, lambda: first_in_parts(layer, x, [ROWS] * PARTS)[0]
+    return x, lambda: first_in_chunks(layer, x, [ROWS] * PARTS)[0]
 
 
 def _row_in_parts() -> tuple[Tensor, Callable[[], Tensor]]:
     layer, x = _layer(), torch.ones(RANKS * PARTS * ROWS, 1, WIDTH, requires_grad=True)
-    return x, lambda: second_in_parts(layer, x, [ROWS] * PARTS)[0]
+    return x, lambda: second_in_chunks(layer, x, [ROWS] * PARTS)[0]
 
 
 def _model() -> tuple[nn.Sequential, Tensor]:

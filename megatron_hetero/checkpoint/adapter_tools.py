@@ -1,12 +1,11 @@
-"""Merges an adapter with the model beside which it was trained, and splits a tuned model in its base and an adapter, in
-one process: tensors stream from file to file.
+"""Merges an adapter into its base model, and splits a tuned model into its base and an adapter, in one process: tensors
+stream from file to file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod, sqrt
 from pathlib import Path
 
@@ -14,34 +13,31 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.base.errors import UserError, listed
-from megatron_hetero.checkpoint.adapters import adapters_of, replaced
 from megatron_hetero.checkpoint.convert import STORED, Advance, Copied, require_apart
 from megatron_hetero.checkpoint.record import ModelSources
+from megatron_hetero.checkpoint.recorded_adapters import adapters_of, replaced
 from megatron_hetero.config.lora import LoraConfig
 from megatron_hetero.config.modules import ModuleConfig
 from megatron_hetero.data.tokenizer import export_changes
+from megatron_hetero.hf.fused_tensors import Fused
 from megatron_hetero.hf.model_files import ENCODERS, SHARD_BYTES, Companions, require_writable
 from megatron_hetero.hf.peft_folders import PeftFolder, has_adapter
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.job.job import DTYPES
 from megatron_hetero.layout.names import TEXT
-from megatron_hetero.models.adapter_export import (
-    Put,
-    adapter_tensors,
-    adapter_writer,
-    has_adapters,
-    merging_writer,
-    saved_whole,
-)
-from megatron_hetero.models.adapter_folders import modules_in
+from megatron_hetero.models.adapter_folders import Adapter, modules_in
+from megatron_hetero.models.adapter_writers import Put, adapter_tensors, adapter_writer, merging_writer, saved_whole
 from megatron_hetero.models.adapters import (
     A,
-    Adapter,
     B,
     Lora,
+    fused_layers,
     fused_name,
+    has_adapters,
     is_target,
     linear_layers,
+    lora_of,
+    shape_of,
     with_adapters,
 )
 from megatron_hetero.models.folders import ModelFolders
@@ -50,6 +46,7 @@ from megatron_hetero.models.weights import (
     added_shapes,
     companions_of,
     fused_of,
+    module_of,
     open_encoders,
     open_modules,
     own_projectors,
@@ -67,13 +64,13 @@ def merge_adapter(
     limit: int = SHARD_BYTES,
     advance: Advance = lambda *_: None,
 ) -> Copied:
-    """Write the model of `sources` with an adapter merged in fp32 as a `transformers` folder.
+    """Write the model of `sources` as a `transformers` folder, with an adapter merged in fp32.
 
     Args:
-        sources: the model beside which the adapter was trained.
-        adapter: PEFT folder of the model's own modules; those of further encoders are in `encoders/NAME` of it.
+        sources: the base model of the adapter.
+        adapter: PEFT folder of the model's own modules; adapters of further encoders are in its `encoders/NAME`.
         target: a new or empty folder, or an earlier export, which is replaced.
-        dtype: of the weights: float32, bfloat16, or "stored" for those of the base.
+        dtype: dtype of the weights: float32, bfloat16, or "stored" for the base's dtypes.
         limit: maximum bytes of a weight file, and in memory.
         advance: receives progress.
 
@@ -83,31 +80,31 @@ def merge_adapter(
     require_apart(target, {"the adapter": adapter, **sources.folders})
     require_writable(target)
     folders, plain = sources.read()
-    shapes = with_adapters(plain, _rows(adapter, plain))
+    shapes = with_adapters(plain, _settings(adapter, plain))
     weights = _Weights.open(sources, folders, shapes)
-    given = replaced(adapters_of(shapes), shapes)
-    drawn = [name for name in own_projectors(shapes) if folders.fresh_projector and name not in given]
-    if drawn:
-        found, why = f"no weights of {listed(drawn)}", "neither the adapter nor the base folders have them"
+    provided = replaced(adapters_of(shapes), shapes)
+    missing = [name for name in own_projectors(shapes) if folders.fresh_projector and name not in provided]
+    if missing:
+        found, why = f"no weights of {listed(missing)}", "neither the adapter nor the base folders have them"
         fix = "give the whole model as it was trained, merged or exported"
         raise UserError.at(adapter, found=found, expected="a whole projector", because=why, fix=fix)
-    stored = stored_shapes(shapes)
+    stored, added = stored_shapes(shapes), added_shapes(shapes)
     dtypes = {name: weights.dtype(name) if dtype == STORED else DTYPES[dtype] for name in stored}
-    low = added_shapes(shapes)
-    names = [name for name in stored if name not in low]
+    names = [name for name in stored if name not in added]
     total, done, companions = sum(map(weights.size, stored)), 0, _companions(sources, folders)
-    transposed, source = weights.text.transposed, weights.text if weights.text.unchanged else None
-    with merging_writer(target, shapes, dtypes, companions, limit, transposed, source) as put:
-        for name in (*low, *names):
+    text = weights.by_module[TEXT]
+    source = text if text.unchanged else None
+    with merging_writer(target, shapes, dtypes, companions, limit, text.transposed, source) as put:
+        for name in (*added, *names):
             put(name, weights.whole(name))
             done += weights.size(name)
             advance("merging", done, total)
     written = sum(prod(stored[name]) * dtypes[name].itemsize for name in names)
     kinds = sorted({str(dtypes[name]).removeprefix("torch.") for name in names})
-    return Copied(len(names), written, tuple(kinds), weights.text.notice)
+    return Copied(len(names), written, tuple(kinds), text.notice)
 
 
-def _rows(adapter: Path, shapes: ModelShapes) -> dict[str, ModuleConfig]:
+def _settings(adapter: Path, shapes: ModelShapes) -> dict[str, ModuleConfig]:
     """Return settings of modules that load the adapters of a PEFT folder and of the encoders in it."""
     layers = {name: dict(linear_layers(shapes[name].architecture)) for name in shapes.modules}
     further = {path.name: path for path in sorted((adapter / ENCODERS).glob("*")) if has_adapter(path)}
@@ -127,31 +124,23 @@ def _companions(sources: ModelSources, folders: ModelFolders) -> Mapping[str, Co
 
 @dataclass(frozen=True, eq=False)
 class _Weights:
-    """The opened weights of a model, by stored name."""
+    """The weights of a model, by stored name."""
 
     by_module: Mapping[str, StoredWeights]
-    module_of: Mapping[str, str]
+    shapes: ModelShapes
     sizes: Mapping[str, tuple[int, ...]]
 
     @classmethod
     def open(cls, sources: ModelSources, folders: ModelFolders, shapes: ModelShapes) -> _Weights:
         opened = open_modules(folders, shapes, 0) | open_encoders(sources.encoders, shapes, 0)
-        return cls(
-            opened,
-            {name: module for module in shapes.modules for name in tensors_of(module, shapes)},
-            stored_shapes(shapes),
-        )
-
-    @property
-    def text(self) -> StoredWeights:
-        return self.by_module[TEXT]
+        return cls(opened, shapes, stored_shapes(shapes))
 
     def whole(self, name: str) -> Tensor:
-        return self.by_module[self.module_of[name]].whole(name).reshape(self.sizes[name])
+        return self.by_module[module_of(name, self.shapes)].whole(name).reshape(self.sizes[name])
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype in the model's folder, or of a tensor that it does not have."""
-        weights = self.by_module[self.module_of[name]]
+        """Return the dtype of a tensor in the model's folder, or of its initial values if the folder lacks it."""
+        weights = self.by_module[module_of(name, self.shapes)]
         return (replace(weights, fresh={}) if name in weights.shapes else weights).dtype(name)
 
     def size(self, name: str) -> int:
@@ -163,9 +152,15 @@ class _Weights:
 
 @dataclass(frozen=True)
 class Split:
-    """An adapter that was split from a model: the number of layers with one, of tensors that are saved whole, and of
-    values. `error`: norm of what is missing, relative to that of the difference; `worst`: the layer with the largest
-    such error of its own, and that; `left_out`: tensors that differ and that PEFT cannot have.
+    """An adapter that was split from a tuned model.
+
+    Attributes:
+        layers: number of layers with an adapter.
+        whole: number of tensors saved whole.
+        values: number of values in the adapters.
+        error: norm of the lost difference, relative to that of the whole difference.
+        worst: the layer with the largest relative error, and that error.
+        left_out: tensors that differ but have no place in a PEFT folder.
     """
 
     layers: int
@@ -185,17 +180,18 @@ def split_adapter(
     dtype: torch.dtype = torch.float32,
     advance: Advance = lambda *_: None,
 ) -> Split:
-    """Write the adapter of rank `r` that is nearest to the difference of two models as a PEFT folder: for each layer
-    the leading singular vectors of the difference of its weights (Eckart and Young 1936). It is exact if the difference
-    has that rank. Tensors that are not of linear layers are saved whole if they differ and PEFT can have them.
+    """Write the adapter of rank `r` that is nearest to the difference of two models as a PEFT folder.
+
+    An adapter has the leading singular vectors of the difference of its layer's weights (Eckart and Young 1936), and is
+    exact if the difference has that rank. Other tensors that differ are saved whole where PEFT can have them.
 
     Args:
-        sources: the base.
-        tuned: another model of the same shapes.
+        sources: the base model.
+        tuned: a model of the same shapes.
         target: a new or empty folder, or an earlier export, which is replaced.
-        r: rank; a layer with fewer rows or columns has that many.
-        targets: layers, as `modules.NAME.lora.targets`; by default all linear layers that differ.
-        dtype: of adapters.
+        r: rank; limited by the rows and columns of each layer.
+        targets: layers, as in `modules.NAME.lora.targets`; by default all linear layers that differ.
+        dtype: dtype of the adapters.
         advance: receives progress.
 
     Raises:
@@ -208,52 +204,65 @@ def split_adapter(
     folders, plain = sources.read()
     other_folders, other = tuned.read()
     _require_same(plain, other, tuned.model)
-    base, new = _Weights.open(sources, folders, plain), _Weights.open(tuned, other_folders, other)
-    stored = stored_shapes(plain)
-    total, done, changed = 2 * sum(map(base.size, stored)), 0, set[str]()
-    for name in stored:
-        if not torch.equal(base.whole(name).float(), new.whole(name).float()):
-            changed.add(name)
-        done += base.size(name)
-        advance("comparing", done, total)
+    models = _Models(_Weights.open(sources, folders, plain), _Weights.open(tuned, other_folders, other), advance)
+    changed = models.changed()
     shapes = _chosen(plain, r, targets, changed)
     if not has_adapters(shapes):
         where, fix = tuned.model, "name other targets, or give a model that was tuned from the base"
         raise UserError.at(where, problem="no linear layer that can have an adapter differs from the base", fix=fix)
-    adapted, whole = set[str](), set[str]()
-    for module in shapes.modules:
-        adapted |= {part for _, parts in _layers(module, shapes) for part in parts}
-        linear = {f"{prefix_of(module, shapes)}{name}" for name, _ in linear_layers(shapes[module].architecture)}
-        others = changed & {name for name in tensors_of(module, plain) if _owner(name, linear) is None}
-        whole |= saved_whole(module, shapes, others)
-    left_out = tuple(name for name in stored if name in changed and name not in adapted | whole)
+    layers = dict(_adapted(shapes))
+    adapted = {weight for _, weights in layers.values() for weight in weights}
+    whole = _saved_whole(shapes, plain, changed)
+    left_out = tuple(name for name in stored_shapes(plain) if name in changed - adapted - whole)
     trained = added_shapes(shapes).keys() | whole
     bases, companions = {TEXT: sources.model, **sources.encoders}, _companions(sources, folders)
-    errors = dict[str, tuple[float, float]]()
-
-    def progress(name: str) -> None:
-        nonlocal done
-        done += base.size(name)
-        advance("splitting", done, total)
-
     with adapter_writer(target, shapes, dtype, companions, trained=trained, bases=bases) as put:
-        for name in adapter_tensors(shapes, trained) & stored.keys():
-            put(name, new.whole(name))
-        for module in shapes.modules:
-            for (name, adapter), parts in _layers(module, shapes):
-                differences = partial(_differences, parts, max(1, adapter.experts), base, new, progress)
-                errors[name] = _put_nearest(name, adapter, differences, put)
-    missing = sum(lost for lost, _ in errors.values()) + sum(_squares(base, new, name) for name in left_out)
-    every = sum(every for _, every in errors.values()) + sum(_squares(base, new, name) for name in (*whole, *left_out))
-    worst = max(errors, key=lambda name: errors[name][0] / errors[name][1])
+        for name in adapter_tensors(shapes, trained) & stored_shapes(plain).keys():
+            put(name, models.new.whole(name))
+        errors = {name: _put_nearest(name, *layer, models, put) for name, layer in layers.items()}
+    lost = sum(missing for missing, _ in errors.values()) + sum(map(models.squares, left_out))
+    total = sum(squares for _, squares in errors.values()) + sum(map(models.squares, (*whole, *left_out)))
+    relative = {name: sqrt(missing / squares) for name, (missing, squares) in errors.items()}
+    worst = max(relative, key=relative.__getitem__)
     values = sum(map(prod, added_shapes(shapes).values()))
-    own = sqrt(errors[worst][0] / errors[worst][1])
-    return Split(len(errors), len(whole), values, sqrt(missing / every), (worst, own), left_out)
+    return Split(len(errors), len(whole), values, sqrt(lost / total), (worst, relative[worst]), left_out)
 
 
-def _owner(name: str, linear: Collection[str]) -> str | None:
-    """Return the linear layer, or the layer's experts, that a stored tensor is of, if it is of one."""
-    return next((each for each in (name.rpartition(".")[0], fused_name(name)) if each in linear), None)
+class _Models:
+    """The base and the tuned model. Both passes over their weights, comparing and splitting, report progress."""
+
+    def __init__(self, base: _Weights, new: _Weights, advance: Advance) -> None:
+        self.base, self.new, self._advance = base, new, advance
+        self._done, self._total = 0, 2 * sum(map(base.size, base.sizes))
+
+    def changed(self) -> set[str]:
+        """Return the tensors that differ."""
+        changed = set[str]()
+        for name in self.base.sizes:
+            if not torch.equal(self.base.whole(name).float(), self.new.whole(name).float()):
+                changed.add(name)
+            self._progress("comparing", name)
+        return changed
+
+    def differences(self, weights: Sequence[str], experts: int) -> Iterator[Tensor]:
+        """Yield the difference of a layer's weights, fp64; of each of its `experts` if it has any."""
+        stacked = len(weights) // max(1, experts)
+        for first in range(0, len(weights), stacked):
+            names = weights[first : first + stacked]
+            yield torch.cat([self._difference(name) for name in names])
+            for name in names:
+                self._progress("splitting", name)
+
+    def squares(self, name: str) -> float:
+        """Return the sum of squares of the difference of a tensor."""
+        return float(self._difference(name).square().sum())
+
+    def _difference(self, name: str) -> Tensor:
+        return self.new.whole(name).double() - self.base.whole(name).double()
+
+    def _progress(self, activity: str, name: str) -> None:
+        self._done += self.base.size(name)
+        self._advance(activity, self._done, self._total)
 
 
 def _require_same(base: ModelShapes, tuned: ModelShapes, where: Path) -> None:
@@ -264,28 +273,17 @@ def _require_same(base: ModelShapes, tuned: ModelShapes, where: Path) -> None:
         raise UserError.at(where, found=found, expected="the shapes of the base", fix=fix)
 
 
-def _layers(module: str, shapes: ModelShapes) -> Iterator[tuple[tuple[str, Adapter], list[str]]]:
-    """Yield the adapters of a module, each with its full name, and the stored weights that it is beside."""
-    added, prefix, fused = shapes[module].added, prefix_of(module, shapes), fused_of(module, shapes)
-    for adapter in added.adapters if isinstance(added, Lora) else ():
-        name = prefix + adapter.name
-        yield (name, adapter), list(fused[name].parts) if adapter.experts else [f"{name}.weight"]
-
-
 def _chosen(shapes: ModelShapes, r: int, targets: Sequence[str], changed: set[str]) -> ModelShapes:
-    """Return the shapes with adapters beside layers that match a target and differ. Raises `UserError`."""
+    """Return the shapes with an adapter for each layer that differs and matches a target. Raises `UserError`."""
     added, matched = dict[str, Lora](), set[str]()
     for module in shapes.modules:
-        architecture, fused = shapes[module].architecture, fused_of(module, shapes)
-        adapters, prefix = list[Adapter](), prefix_of(module, shapes)
-        for name, _ in linear_layers(architecture):
-            found = {each for each in targets if is_target(each, module, name, shapes)}
-            matched |= found
-            parts = list(fused[prefix + name].parts) if prefix + name in fused else [f"{prefix}{name}.weight"]
-            if (found or not targets) and changed.intersection(parts):
-                experts = len(fused[prefix + name].names) if prefix + name in fused else 0
-                size = fused[prefix + name].shape(False)[1:] if experts else architecture.in_folder[f"{name}.weight"]
-                adapters.append(Adapter(name, min(r, *size), 1.0, experts))
+        stored, adapters = shapes[module].architecture.in_folder, list[Adapter]()
+        experts, fused, prefix = fused_layers(stored), fused_of(module, shapes), prefix_of(module, shapes)
+        for name, _ in linear_layers(shapes[module].architecture):
+            matching = {each for each in targets if is_target(each, module, name, shapes)}
+            matched |= matching
+            if (matching or not targets) and changed.intersection(_weights_of(prefix + name, fused)):
+                adapters.append(Adapter(name, min(r, *shape_of(name, stored)), 1.0, experts.get(name, 0)))
         if adapters:
             added[module] = Lora(tuple(adapters), frozenset())
     if missing := [each for each in targets if each not in matched]:
@@ -294,47 +292,60 @@ def _chosen(shapes: ModelShapes, r: int, targets: Sequence[str], changed: set[st
     return shapes.with_added(added)
 
 
-def _differences(
-    parts: Sequence[str], experts: int, base: _Weights, new: _Weights, progress: Callable[[str], None]
-) -> Iterator[Tensor]:
-    """Yield the difference of a layer's weights, or of each expert's, fp64."""
-    stacked = len(parts) // experts
-    for first in range(0, len(parts), stacked):
-        of_expert = parts[first : first + stacked]
-        yield torch.cat([new.whole(name).double() - base.whole(name).double() for name in of_expert])
-        for name in of_expert:
-            progress(name)
+def _adapted(shapes: ModelShapes) -> Iterator[tuple[str, tuple[Adapter, Sequence[str]]]]:
+    """Yield the full name of each adapted layer, its adapter, and its stored weights."""
+    for module in shapes.modules:
+        lora, fused = lora_of(module, shapes), fused_of(module, shapes)
+        for adapter in () if lora is None else lora.adapters:
+            name = prefix_of(module, shapes) + adapter.name
+            yield name, (adapter, _weights_of(name, fused))
 
 
-def _put_nearest(
-    name: str, adapter: Adapter, differences: Callable[[], Iterator[Tensor]], put: Put
-) -> tuple[float, float]:
-    """Put the adapter that is nearest to these differences; return the squares of what is missing and of all."""
-    firsts, seconds, missing, every = list[Tensor](), list[Tensor](), 0.0, 0.0
-    for difference in differences():
-        first, second = nearest(difference, adapter.r)
-        firsts.append(first.float())
-        seconds.append(second.float())
-        missing += float((difference - seconds[-1].double() @ firsts[-1].double()).square().sum())
-        every += float(difference.square().sum())
-    put(name + A, torch.cat(firsts))
-    put(name + B, torch.cat(seconds))
-    return missing, every
+def _weights_of(name: str, fused: Mapping[str, Fused]) -> Sequence[str]:
+    """Return the stored weights of a linear layer, or of the experts in a fused tensor."""
+    return list(fused[name].parts) if name in fused else [f"{name}.weight"]
+
+
+def _saved_whole(shapes: ModelShapes, plain: ModelShapes, changed: set[str]) -> set[str]:
+    """Return the changed tensors outside linear layers that PEFT can save whole."""
+    whole = set[str]()
+    for module in shapes.modules:
+        prefix = prefix_of(module, shapes)
+        linear = {prefix + name for name, _ in linear_layers(shapes[module].architecture)}
+        others = {
+            name
+            for name in tensors_of(module, plain)
+            if name in changed and linear.isdisjoint((name.rpartition(".")[0], fused_name(name)))
+        }
+        whole |= saved_whole(module, shapes, others)
+    return whole
+
+
+def _put_nearest(name: str, adapter: Adapter, weights: Sequence[str], models: _Models, put: Put) -> tuple[float, float]:
+    """Write the adapter that is nearest to the difference of a layer; return the sums of squares of what it lacks and
+    of the difference.
+    """
+    a_matrices, b_matrices, missing, total = list[Tensor](), list[Tensor](), 0.0, 0.0
+    for difference in models.differences(weights, adapter.experts):
+        a, b = (factor.float() for factor in nearest(difference, adapter.r))
+        a_matrices.append(a)
+        b_matrices.append(b)
+        missing += float((difference - b.double() @ a.double()).square().sum())
+        total += float(difference.square().sum())
+    put(name + A, torch.cat(a_matrices))
+    put(name + B, torch.cat(b_matrices))
+    return missing, total
 
 
 def nearest(matrix: Tensor, r: int) -> tuple[Tensor, Tensor]:
-    """Return A [r, in] and B [out, r], fp64 as the `matrix` [out, in], whose product is nearest to it. Singular vectors
-    of the smaller side are the eigenvectors of its Gram matrix.
+    """Return A [r, in] and B [out, r] whose product is nearest to the fp64 `matrix` [out, in]. Singular vectors of the
+    shorter side are the eigenvectors of its Gram matrix.
     """
     if matrix.shape[0] > matrix.shape[1]:
-        first, second = nearest(matrix.t(), r)
-        return second.t().contiguous(), first.t().contiguous()
+        a, b = nearest(matrix.t(), r)
+        return b.t().contiguous(), a.t().contiguous()
     _, vectors = torch.linalg.eigh(matrix @ matrix.t())
-    second = vectors[:, -r:].flip(1)
-    first = second.t() @ matrix
-    root = first.norm(dim=1).sqrt()  # Half of each singular value on either side.
-    return first / root.clamp(min=torch.finfo(root.dtype).tiny)[:, None], second * root
-
-
-def _squares(base: _Weights, new: _Weights, name: str) -> float:
-    return float((new.whole(name).double() - base.whole(name).double()).square().sum())
+    b = vectors[:, -r:].flip(1)
+    a = b.t() @ matrix
+    root = a.norm(dim=1).sqrt()  # Each factor gets the square root of the singular values.
+    return a / root.clamp(min=torch.finfo(root.dtype).tiny)[:, None], b * root

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial as bind
 from math import prod
 from pathlib import Path
@@ -30,8 +30,6 @@ from megatron_hetero.base.outputs import (
     whole,
     write_synced,
 )
-from megatron_hetero.checkpoint.adapter_export import contents_of
-from megatron_hetero.checkpoint.adapters import fingerprints
 from megatron_hetero.checkpoint.index import (
     INDEX,
     WEIGHTS,
@@ -45,17 +43,23 @@ from megatron_hetero.checkpoint.index import (
 )
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import ModelSources, RunRecord, alone, differences, hashes
+from megatron_hetero.checkpoint.recorded_adapters import fingerprints, require_same_bases, with_recorded
 from megatron_hetero.checkpoint.storage import read_entries, write_entries
 from megatron_hetero.data.tokenizer import export_changes
-from megatron_hetero.hf.model_files import CONFIG, ENCODERS, SHARD_BYTES, require_writable
+from megatron_hetero.hf.model_files import CONFIG, ENCODERS, SHARD_BYTES, SINGLE, require_writable
+from megatron_hetero.hf.model_files import INDEX as WEIGHTS_INDEX
 from megatron_hetero.hf.stored_weights import StoredWeights
-from megatron_hetero.hf.weight_map import TensorSlice
+from megatron_hetero.hf.weight_map import TensorShapes, TensorSlice
 from megatron_hetero.job.job import DTYPES
 from megatron_hetero.layout.names import TEXT
-from megatron_hetero.models.folders import sound
+from megatron_hetero.models.adapter_writers import adapter_tensors, adapter_writer, merging_writer
+from megatron_hetero.models.folders import ModelFolders, sound
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import (
+    Writer,
+    added_shapes,
     companions_of,
+    model_writer,
     module_of,
     open_encoders,
     open_modules,
@@ -148,14 +152,14 @@ def export_checkpoint(
     folders, plain = sources.read()
     checkpoint.record.require_complete(index_shapes(checkpoint.index), plain, checkpoint.folder)
     require_configurations(sources, checkpoint)
-    contents = contents_of(checkpoint.record, checkpoint.folder, sources, folders, plain, merge, _flag)
+    contents = _contents_of(checkpoint, sources, folders, plain, merge)
     stored = contents.tensors
     of_all, imported = index_dtypes(checkpoint.index), checkpoint.record.imported_from is not None
     dtypes = {n: contents.base[n].dtype(n) if n in contents.base else of_all[f"{WEIGHTS}/{n}"] for n in stored}
     chosen = dtype or (STORED if imported else checkpoint.record.config["model"].get("dtype") or STORED)
     targets = dtypes if chosen == STORED else dict.fromkeys(dtypes, DTYPES[chosen])
     sizes = {name: prod(shape) * targets[name].itemsize for name, shape in stored.items()}
-    total, done, parts = sum(sizes.values()), 0, contents.parts
+    total, done = sum(sizes.values()), 0
     with sound(checkpoint.folder / RECORD):
         changes = export_changes(folders, checkpoint.record.config, sources.encoders)
     companions = companions_of(sources.companions, changes)
@@ -172,9 +176,69 @@ def export_checkpoint(
             put(name, values)
             done += sizes[name]
             advance("writing", done, total)
-    of_parts = {name: targets[name] for name in parts}
-    notice = "" if source is None else source.notice
-    return Copied(len(parts), sum(sizes[name] for name in parts), _names_of(of_parts), notice)
+    written, notice = contents.written, "" if source is None else source.notice
+    dtypes = {name: targets[name] for name in written}
+    return Copied(len(written), sum(sizes[name] for name in written), _names_of(dtypes), notice)
+
+
+@dataclass(frozen=True, eq=False)
+class Export:
+    """Contents of an export: a whole model, a PEFT folder, or a whole model with adapters merged.
+
+    Attributes:
+        shapes: shapes of the model, with the adapters of the checkpoint.
+        tensors: what `writer` receives, in order.
+        writer: writes the folder.
+        base: sources of tensors that the checkpoint lacks, by name.
+        whole: whether it is a whole model.
+    """
+
+    shapes: ModelShapes
+    tensors: TensorShapes
+    writer: Writer = model_writer
+    base: Mapping[str, StoredWeights] = field(default_factory=dict)
+    whole: bool = True
+
+    @property
+    def written(self) -> list[str]:
+        """Tensors that the folder will have, which merged adapters are not."""
+        merged = added_shapes(self.shapes) if self.writer is merging_writer else {}
+        return [name for name in self.tensors if name not in merged]
+
+
+def _contents_of(
+    checkpoint: OpenCheckpoint, sources: ModelSources, folders: ModelFolders, plain: ModelShapes, merge: bool
+) -> Export:
+    """Return what to export of a checkpoint. `folders`, `plain`: contents of `sources`, without adapters. `merge`:
+    whether to merge adapters. Raises `UserError`.
+    """
+    record, folder = checkpoint.record, checkpoint.folder
+    if not record.adapters:
+        if merge:
+            raise UserError.at("--merge", problem=f"{folder} has no adapters", fix="remove it")
+        return Export(plain, stored_shapes(plain))
+    # Adapters alone are the same beside any copy of the base, and do not need its weights.
+    bases = {setting: each for setting, each in sources.folders.items() if merge or _has_weights(each)}
+    old, original = {setting: record.bases.get(setting, "") for setting in bases}, ModelSources.recorded(record.config)
+    what = f"the base of the adapters in {folder}"
+    require_same_bases(old, fingerprints(bases), bases, original.folders, what, _flag)
+    shapes, saved = with_recorded(plain, record.adapters), record.held(plain)
+    tensors = {**added_shapes(shapes), **stored_shapes(shapes)}
+    writer = merging_writer
+    if not merge:
+        bases = {TEXT: sources.model, **sources.encoders}
+        writer = bind(adapter_writer, trained=saved.keys(), bases=bases)
+        chosen = adapter_tensors(shapes, saved.keys())
+        tensors = {name: shape for name, shape in tensors.items() if name in chosen}
+    base = dict[str, StoredWeights]()
+    if lacking := tensors.keys() - saved.keys():
+        opened = open_modules(folders, plain, seed=0) | open_encoders(sources.encoders, plain)
+        base = {name: opened[module_of(name, shapes)] for name in lacking}
+    return Export(shapes, tensors, writer, base, whole=merge)
+
+
+def _has_weights(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (SINGLE, WEIGHTS_INDEX))
 
 
 def _names_of(dtypes: Mapping[str, torch.dtype]) -> tuple[str, ...]:

@@ -15,7 +15,9 @@ from msgspec import ValidationError, convert, defstruct
 
 from megatron_hetero.base.errors import UserError, faults_of, in_short, reason
 from megatron_hetero.base.files import read_bytes, read_text
-from megatron_hetero.checkpoint.adapters import (
+from megatron_hetero.checkpoint.contents import expected_shapes
+from megatron_hetero.checkpoint.index import RANDOM, Shape
+from megatron_hetero.checkpoint.recorded_adapters import (
     ModuleAdapters,
     held,
     require_held,
@@ -24,8 +26,6 @@ from megatron_hetero.checkpoint.adapters import (
     unrecorded_base,
     with_recorded,
 )
-from megatron_hetero.checkpoint.contents import expected_shapes
-from megatron_hetero.checkpoint.index import RANDOM, Shape
 from megatron_hetero.config.fields import children, flag_of, wrong
 from megatron_hetero.config.modules import require_encoder_name
 from megatron_hetero.config.moved import name_today, translated

@@ -32,11 +32,11 @@ from megatron_hetero.base.outputs import (
     whole,
     without_manifest,
 )
-from megatron_hetero.checkpoint.adapters import adapters_of, fingerprints, replaced
 from megatron_hetero.checkpoint.contents import random_entries, read, written
 from megatron_hetero.checkpoint.index import INDEX, WEIGHTS, Entry, Index, index_shapes, open_index
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import DatasetRecord, ModelSources, RunRecord, hashes
+from megatron_hetero.checkpoint.recorded_adapters import adapters_of, fingerprints, replaced
 from megatron_hetero.checkpoint.storage import read_entries, verified
 from megatron_hetero.config.schema import Config, to_yaml
 from megatron_hetero.config.sections import CheckpointConfig
@@ -44,7 +44,7 @@ from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.groups.collective import FIRST, Working, on_every, on_first
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.weights import stored_shapes, tensors_of_parts
+from megatron_hetero.models.weights import stored_shapes, tensors_by_subset
 from megatron_hetero.step.joint import JointOptimizer
 
 HISTORY = "metrics.jsonl"
@@ -291,6 +291,6 @@ def _changes(old: RunRecord, new: RunRecord, shapes: ModelShapes) -> list[str]:
 
 def _named(tensors: Collection[str], shapes: ModelShapes) -> str:
     """Return the names of the parts that the tensors make up, and of further tensors."""
-    whole = {part: names for part, names in tensors_of_parts(shapes).items() if {*names} <= {*tensors}}
+    whole = {part: names for part, names in tensors_by_subset(shapes).items() if {*names} <= {*tensors}}
     others = {*tensors}.difference(*whole.values())
     return ", ".join([*whole, *([listed(others)] if others else [])])

@@ -1,10 +1,10 @@
-"""Merges a PEFT folder with its base model, and splits a tuned model in its base and a PEFT folder, without a GPU or
+"""Merges a PEFT folder into its base model, and splits a tuned model into its base and a PEFT folder, without a GPU or
 torchrun.
 
     python -m megatron_hetero.cli.adapters merge BASE ADAPTER OUT [--dtype float32|bfloat16|stored]
     python -m megatron_hetero.cli.adapters split BASE TUNED OUT --r R [--targets NAME ...]
 
-In memory are the adapter and, at a time, one tensor of each model and one file of the output.
+Memory use: the adapter, one tensor of each model, and one file of the output.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from megatron_hetero.base.terminal import Parser, size_text
 from megatron_hetero.cli.command import a_path, add_encoders, at_least, by_name, positive, progress
 from megatron_hetero.groups.launch import ended
 
-# Modules that import torch are imported where they are used: that takes seconds, which `--help` need not wait for and
-# Ctrl-C may interrupt.
+# Modules that import torch, which takes seconds, are imported where they are used: `--help` does not wait for them, and
+# Ctrl-C can interrupt the import.
 
 
 def merge(options: argparse.Namespace) -> str:
-    """Merge, and return a summary. Raises `UserError`."""
+    """Run `merge` and return its summary. Raises `UserError`."""
     from megatron_hetero.checkpoint.adapter_tools import merge_adapter
     from megatron_hetero.checkpoint.record import ModelSources
 
@@ -40,7 +40,7 @@ def merge(options: argparse.Namespace) -> str:
 
 
 def split(options: argparse.Namespace) -> str:
-    """Split, and return a summary. Raises `UserError`."""
+    """Run `split` and return its summary. Raises `UserError`."""
     from dataclasses import replace
 
     from megatron_hetero.base.errors import listed

@@ -313,9 +313,9 @@ def _require_modules(config: Config, shapes: ModelShapes) -> None:
 
 
 def _require_trained_projectors(config: Config, shapes: ModelShapes, frozen: Frozen) -> None:
-    """Check that a projector trains if there is a learning rate of projectors. Raises `UserError`."""
-    projectors, rate = [shapes.parts_of(name)[-1] for name in shapes.encoders], config.optimizer.lr_projector
-    if rate is not None and frozen.parts.issuperset(projectors):
+    """Check that a learning rate of projectors has some to train. Raises `UserError`."""
+    projectors, rate = [shapes.subsets_of(name)[-1] for name in shapes.encoders], config.optimizer.lr_projector
+    if rate is not None and frozen.subsets.issuperset(projectors):
         why, fix = f"model.freeze and model.train leave {', '.join(projectors)} frozen", "remove it, or train one"
         raise unused("optimizer.lr_projector", rate, why, fix)
 

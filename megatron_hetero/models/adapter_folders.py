@@ -1,4 +1,4 @@
-"""PEFT folders as starts of a model's adapters: which module takes which key of a folder, and the values it has."""
+"""PEFT folders as initial values of a model's adapters: which module loads which key, and the values."""
 
 from __future__ import annotations
 
@@ -23,31 +23,32 @@ _RESUME = (
     "to resume a run without it, set r, targets and patterns instead, as `adapters` in run.json of the checkpoint "
     "says, and alpha = r x scale"
 )
-"""How a run does without the folder that its adapters started from."""
+"""How to resume a run without the folder that its adapters started from."""
 _HEADS = ("", "model.", "visual.")
-"""What paths may lack: those of a model without a head, or of an encoder alone, begin further inside."""
+"""Prefixes that paths may lack, namely those of a model without a head or of an encoder alone."""
 
 
 class Adapter(NamedTuple):
-    """The adapter of a linear layer, or of such matrices of all `experts` of a layer. `name`: of the layer's weight in
-    the architecture, without `.weight`; `scale`: of its product.
-    """
+    """The adapter of a linear layer, or of a fused tensor of all `experts` of a layer."""
 
     name: str
+    """Name of the weight in the architecture, without `.weight`."""
     r: int
+    """Rank."""
     scale: float
+    """Factor of the product B A."""
     experts: int = 0
 
 
 @dataclass(frozen=True)
 class FolderTensors:
-    """What a module takes from a PEFT folder.
+    """What a module loads from a PEFT folder.
 
     Attributes:
         folder: the folder.
-        adapters: its adapters of the module, in the order of the architecture.
-        replaced: names in the architecture of tensors of the model's folder that it replaces.
-        keys: key of each stored tensor, by full name, with the number of experts, and where in the tensor it is.
+        adapters: adapters of the module, in the order of the architecture.
+        replaced: tensors of the model's folder that it replaces, by their names in the architecture.
+        keys: for each stored tensor, by full name: its key, the number of experts, and its place in a fused tensor.
     """
 
     folder: PeftFolder
@@ -56,7 +57,7 @@ class FolderTensors:
     keys: Mapping[str, tuple[str, int, Cut | None]] = field(hash=False)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor of that full name, in its stored dtype."""
+        """Return the tensor with this full name, in its stored dtype."""
         key, experts, cut = self.keys[name]
         values = self.folder.read(key)
         if experts and key.endswith(".lora_B.weight"):
@@ -67,20 +68,20 @@ class FolderTensors:
 def read_folders(
     folders: Mapping[str, Path], shapes: ModelShapes, layers: Mapping[str, Collection[str]]
 ) -> dict[str, FolderTensors]:
-    """Return what each module takes from its PEFT folder. Modules may share one: each takes its own keys.
+    """Return what each module loads from its PEFT folder. Modules may share a folder, and load their own keys of it.
 
     Args:
         folders: `modules.NAME.lora.hf_path` by module.
-        shapes: of the model, without adapters.
-        layers: by module, names in the architecture of what can have adapters: see `linear_layers`.
+        shapes: shapes of the model, without adapters.
+        layers: by module, the layers that can have adapters, see `linear_layers`.
 
     Raises:
-        UserError: a folder is broken or of an unsupported kind, or has what no module takes, or of other shapes.
+        UserError: a folder is broken, of an unsupported kind, or has keys that no module can load.
     """
     sharing = dict[Path, list[str]]()
     for module, folder in folders.items():
         sharing.setdefault(resolved(folder, _setting(module)), []).append(module)
-    found = dict[str, FolderTensors]()
+    tensors = dict[str, FolderTensors]()
     for modules in sharing.values():
         folder = PeftFolder.open(folders[modules[0]], _setting(modules[0]), _RESUME)
         takers = {module: _Taker(module, shapes, folder, layers[module]) for module in modules}
@@ -88,22 +89,22 @@ def read_folders(
             taken = [taker.take_pair(pair) for taker in takers.values()]
             if not any(taken):
                 raise _not_taken(pair.path, folder, modules, shapes, layers)
-        for name in folder.whole:
-            taken = [taker.take_whole(name) for taker in takers.values()]
+        for key in folder.whole:
+            taken = [taker.take_whole(key) for taker in takers.values()]
             if not any(taken):
-                raise _not_taken(name, folder, modules, shapes, layers)
+                raise _not_taken(key, folder, modules, shapes, layers)
         for module, taker in takers.items():
             if not taker.keys:
                 other, fix = folder.where, f"remove {_setting(module)}, or set r to start from new adapters"
                 problem = f"{folder.folder} has nothing of {module}"
                 raise UserError.at(_setting(module), problem=f"{problem} ({other})", fix=fix)
-            found[module] = taker.result()
-    return found
+            tensors[module] = taker.result()
+    return tensors
 
 
 def modules_in(folder: PeftFolder, shapes: ModelShapes, layers: Mapping[str, Collection[str]]) -> list[str]:
-    """Return those of the model's own modules that take something from a PEFT folder. Raises `UserError` for what does
-    not fit.
+    """Return which of the model's own modules load something from a PEFT folder. Raises `UserError` for keys of wrong
+    shapes.
     """
     takers = {module: _Taker(module, shapes, folder, layers[module]) for module in (*shapes.own, TEXT)}
     takes = {
@@ -118,10 +119,10 @@ def _setting(module: str) -> str:
 
 
 class _Taker:
-    """Collects what one module takes."""
+    """Collects what one module loads from a folder."""
 
     def __init__(self, module: str, shapes: ModelShapes, folder: PeftFolder, layers: Collection[str]) -> None:
-        self.module, self.shapes, self.folder, self.layers = module, shapes, folder, layers
+        self.module, self.shapes, self.folder, self.layers = module, shapes, folder, dict.fromkeys(layers).keys()
         self.prefix, self.stored = prefix_of(module, shapes), tensors_of(module, shapes, in_folder=True)
         self.fused: Mapping[str, Fused] = fused_of(module, shapes)
         self.adapters = dict[str, Adapter]()
@@ -135,22 +136,22 @@ class _Taker:
         return FolderTensors(self.folder, adapters, replaced, self.keys)
 
     def take_pair(self, pair: Pair) -> bool:
-        """Take an adapter if it is the module's. Raises `UserError` if it does not fit."""
+        """Take an adapter and return True if it is the module's. Raises `UserError` if its shape does not fit."""
         for name in _names(self.module, pair.path, self.shapes):
             if name in self.layers:
                 out, inputs = self.stored[f"{self.prefix}{name}.weight"]
                 self._require(pair, pair.path, {pair.path: (out, inputs)})
                 self._add(pair, name, pair.path, pair.first[0], 0)
                 return True
-            of_module = {kind: f"{name}.{kind}" for kind in ("gate_up_proj", "down_proj")}
-            if any(each in self.layers for each in of_module.values()):
-                self._take_experts(pair, of_module)
+            fused = [f"{name}.{kind}" for kind in ("gate_up_proj", "down_proj")]
+            if not self.layers.isdisjoint(fused):
+                self._take_experts(pair, fused)
                 return True
         return False
 
-    def _take_experts(self, pair: Pair, of_module: Mapping[str, str]) -> None:
-        sizes = {each: self.fused[self.prefix + each] for each in of_module.values()}
-        matrices = {each: (sum(fused.rows), fused.columns) for each, fused in sizes.items()}
+    def _take_experts(self, pair: Pair, names: Collection[str]) -> None:
+        sizes = {name: self.fused[self.prefix + name] for name in names}
+        matrices = {name: (sum(fused.rows), fused.columns) for name, fused in sizes.items()}
         name = self._require(pair, pair.path, matrices)
         experts, rows = len(sizes[name].names), pair.first[0]
         if rows % experts:
@@ -160,7 +161,7 @@ class _Taker:
         self._add(pair, name, f"{pair.path}.{kind}", rows // experts, experts)
 
     def _require(self, pair: Pair, path: str, matrices: Mapping[str, tuple[int, int]]) -> str:
-        """Return the matrix that a pair fits. Raises `UserError`."""
+        """Return the matrix that has the shape of a pair's product. Raises `UserError` if none has."""
         out, inputs = pair.second[0], pair.first[1]
         if fitting := next((name for name, shape in matrices.items() if shape == (out, inputs)), None):
             return fitting
@@ -186,27 +187,29 @@ class _Taker:
         self.keys |= {f"{full}.lora_{kind}.weight": (f"{pair.key}.lora_{kind}.weight", experts, None) for kind in "AB"}
 
     def take_whole(self, key: str) -> bool:
-        """Take a tensor that replaces one of the module's, if it does. Raises `UserError` if it does not fit."""
+        """Take a tensor and return True if it replaces one of the module's. Raises `UserError` if its shape does not
+        fit.
+        """
         shape = self.folder.whole[key]
         for name in _names(self.module, key, self.shapes):
             full = self.prefix + name
             if full in self.stored:
                 self._require_shape(key, shape, self.stored[full])
                 self._require_tied(key, name)
-                parts: Mapping[str, Cut | None] = {full: None}
+                cuts: Mapping[str, Cut | None] = {full: None}
             elif (fused := self.fused.get(full)) is not None:
                 self._require_shape(key, shape, fused.shape(False))
-                parts = dict(fused.cuts(False))
+                cuts = dict(fused.cuts(False))
             elif name in self.shapes[self.module].architecture.stored_twice:
                 self._require_tied(key, name)
                 return True
             else:
                 continue
-            for part, cut in parts.items():
-                if part in self.keys:
+            for stored, cut in cuts.items():
+                if stored in self.keys:
                     found, fix = f"{key} a second time", "restore the file as PEFT wrote it"
                     raise UserError.at(self.folder.where, found=found, expected="each tensor once", fix=fix)
-                self.keys[part] = key, 0, cut
+                self.keys[stored] = key, 0, cut
             return True
         return False
 
@@ -217,7 +220,7 @@ class _Taker:
             raise UserError.at(where, found=str(list(shape)), expected=str(list(expected)), because=why, fix=fix)
 
     def _require_tied(self, key: str, name: str) -> None:
-        """Check that a tensor does not untie embedding and head. Raises `UserError`."""
+        """Check that loading a tensor does not untie embedding and head. Raises `UserError`."""
         twice = self.shapes[self.module].architecture.stored_twice
         if name in twice or name in twice.values():
             raise UserError.at(
@@ -230,7 +233,7 @@ class _Taker:
 
 
 def _names(module: str, path: str, shapes: ModelShapes) -> Iterator[str]:
-    """Yield the names in a module's architecture that the path of a layer or tensor in a PEFT folder may have."""
+    """Yield the names in a module's architecture that a path in a PEFT folder may stand for."""
     architecture, family = shapes[module].architecture, family_of(shapes[module].family)
     for head in _HEADS:
         name = family.canonical_name(head + path)
@@ -245,7 +248,7 @@ def _not_taken(
     shapes: ModelShapes,
     layers: Mapping[str, Collection[str]],
 ) -> UserError:
-    """Return the error for a key that no module with this folder takes."""
+    """Return the error for a key that none of the `modules` with this folder loads."""
     where = f"{folder.where}: {path}"
     for other in (name for name in (*shapes.own, TEXT) if name not in modules):
         known = {*layers[other], *shapes[other].architecture.in_folder}
@@ -260,26 +263,22 @@ def _not_taken(
             )
     kind = "an adapter of a layer that the model does not have"
     for module in modules:
-        of_tensors = shapes[module].architecture
+        architecture = shapes[module].architecture
         for name in _names(module, path, shapes):
-            if f"{name}.weight" in of_tensors.in_folder or f"{name}.weight" in of_tensors.stored_twice:
+            if f"{name}.weight" in architecture.in_folder or f"{name}.weight" in architecture.stored_twice:
                 kind = f"an adapter of {_what(module, name, shapes)}"
             elif ".experts." in name:
                 kind = "an adapter of a single expert"
     if path in folder.whole:
         kind = "a tensor that the model does not have"
-    expected = f"adapters of linear layers of {' and '.join(modules)}"
-    fix = "use an adapter of this model that was trained without it, or merge it with PEFT (merge_and_unload)"
-    return UserError.at(where, found=kind, expected=expected, because=_because(modules, layers), fix=fix)
-
-
-def _because(modules: Collection[str], layers: Mapping[str, Collection[str]]) -> str:
     kinds = dict.fromkeys(name.rpartition(".")[2] for module in modules for name in layers[module])
-    return f"these are {listed(kinds, 12)}"
+    expected, because = f"adapters of linear layers of {' and '.join(modules)}", f"these are {listed(kinds, 12)}"
+    fix = "use an adapter of this model that was trained without it, or merge it with PEFT (merge_and_unload)"
+    return UserError.at(where, found=kind, expected=expected, because=because, fix=fix)
 
 
 def _what(module: str, name: str, shapes: ModelShapes) -> str:
-    """Return what a tensor with a weight is that cannot have an adapter."""
+    """Describe a layer that cannot have an adapter."""
     architecture = shapes[module].architecture
     shape = architecture.in_folder.get(f"{name}.weight", ())
     if name.endswith("lm_head") or f"{name}.weight" in architecture.stored_twice:

@@ -1,4 +1,4 @@
-"""Tensors beside those that folders of a model have, such as adapters."""
+"""Tensors that are added to those in the folders of a model, such as adapters."""
 
 from __future__ import annotations
 
@@ -20,52 +20,52 @@ if TYPE_CHECKING:
 
 
 class Added(Protocol):
-    """Tensors beside those that a module's folder has, and their parameters. A hashable value."""
+    """Tensors that are added to those in a module's folder, and their parameters. A hashable value."""
 
     @property
     def freezes(self) -> frozenset[str]:
-        """Tensors of folders that do not train beside these, unless `model.train` names them."""
+        """Tensors of folders that do not train beside the added ones unless `model.train` names them."""
         ...
 
     @property
     def replaces(self) -> frozenset[str]:
-        """Tensors of folders that have other first values."""
+        """Tensors of folders whose initial values come from elsewhere."""
         ...
 
     @property
     def folder(self) -> Path | None:
-        """The folder that first values come from, if one does."""
+        """The folder that provides initial values, if any."""
         ...
 
     def tensors(self, stored: TensorShapes) -> TensorShapes:
-        """Return the tensors beside `stored` ones. Names are those of the module's architecture."""
+        """Return the tensors to add to the `stored` ones, with the names of the module's architecture."""
         ...
 
     def weight_map(self, weights: WeightMap, prefix: str) -> WeightMap:
-        """Return the parameters of a stage in a view with those beside them, in the order of the torch module, given
-        the former. `prefix`: of all tensors.
+        """Return the parameters of a stage in a view including the added ones, in the order of the torch module.
+        `weights`: the others; `prefix`: prefix of all stored tensors.
         """
         ...
 
     def initial(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Return the first values of a whole tensor, added or replaced. `name`: with the module's prefix."""
+        """Return the initial values of a whole tensor, added or replaced. `name`: with the module's prefix."""
         ...
 
     def elements(self, stored: str, part: Part | Layer) -> int:
-        """Return the elements of added matrices that a token of a layer or end is multiplied with. `stored`: prefix of
+        """Return the elements of added matrices that each token in a layer or end is multiplied by. `stored`: prefix of
         its tensors.
         """
         ...
 
     def attach(self, module: torch.nn.Module, name: str, weights: WeightMap, site: Site) -> None:
-        """Add the parameters to the torch module of a layer or end of that `name`. `weights`: its own on this rank,
-        with names in the whole module and in the architecture.
+        """Add the parameters to the torch module of the layer or end `name`. `weights`: its parameters on this rank,
+        with their names in the whole module and in the architecture.
         """
         ...
 
 
 class FirstValues(Mapping[str, Tensor]):
-    """First values of tensors of these `shapes`, computed when they are read: a rank reads those of its parameters."""
+    """Initial values of tensors of these `shapes`, computed when a rank reads them."""
 
     def __init__(self, added: Added, shapes: TensorShapes, seed: int):
         self._shapes = shapes

@@ -1,7 +1,7 @@
-"""The interface of a model family and of the shapes of its modules. One folder per family, see `registry`.
+"""The interfaces of a model family and of the shapes of its modules. Each family has a folder, see `registry`.
 
-A family is known by the `model_type` of its `transformers` configuration. Its encoder and its language model are used
-apart: an encoder of one family may feed the language model of another.
+A family is identified by the `model_type` of its `transformers` configuration. Encoders and language models are
+independent: the encoder of one family may feed the language model of another.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """Base of the shapes of encoders and of language models. Widths are in elements."""
+    """Base of the shapes of encoders and language models. Widths are in elements."""
 
     layers: int
     """Number of transformer layers."""
     hidden: int
     """Width of a token between layers."""
     added: Added | None = field(default=None, kw_only=True)
-    """Tensors of its `architecture` beside those of folders."""
+    """Tensors of its `architecture` in addition to those of folders."""
 
     family: ClassVar[str]
     """`model_type` of its family."""
     views: ClassVar[tuple[View, ...]] = ()
-    """Views besides the main one that its layers need."""
+    """Views other than the main view that its layers need."""
 
     @property
     def counts(self) -> Mapping[Split, int]:
-        """How many things these views split, see `ModuleShape`."""
+        """Number of units that these views split, see `ModuleShape`."""
         return {}
 
     @property
@@ -53,8 +53,8 @@ class TransformerShape:
         raise NotImplementedError
 
     def layer_costs(self, tokens: int) -> Sequence[float] | None:
-        """Return the cost of each layer for sequences of so many tokens, by which pipeline stages are cut; None if all
-        are equal.
+        """Return the cost of each layer for sequences of `tokens` tokens, by which pipeline stages are cut; None if all
+        costs are equal.
         """
         return None
 
@@ -77,14 +77,14 @@ class EncoderShape(TransformerShape, ItemShape):
 
     @property
     def outputs(self) -> Mapping[str, int]:
-        """Output names, each with the layer after which it is computed: `ROWS` first, then those that enter the
-        language model deeper. All have the same number of rows, of the same width.
+        """Output names, each with the layer after which it is computed: `ROWS` first, then outputs that enter deeper
+        layers of the language model. All have the same number of rows and the same width.
         """
         ends = [end for end in self.architecture.ends if end.output]
         return {end.output: end.at if isinstance(end.at, int) else self.layers - 1 for end in ends}
 
     def tokens(self, sizes: Iterable[Any]) -> Tokens:
-        """Return the tokens that the encoder computes on for items of these sizes."""
+        """Return the numbers of tokens that the encoder computes on for items of these sizes."""
         raise NotImplementedError
 
 
@@ -97,49 +97,47 @@ class TextShape(TransformerShape):
     """Whether the head shares the weight of the embedding."""
 
     def entry_layer(self, output: str) -> int | None:
-        """The layer at which rows of an encoder's output enter: 0 for `ROWS`, which replace embeddings before the
-        layers; for others the layer to whose output they are added. None if the model does not take them.
+        """Return the layer at which rows of an encoder's output enter: 0 for `ROWS`, which replace embeddings before
+        the first layer; for other outputs the layer after which they are added. None if the model does not use them.
         """
         return 0 if output == ROWS else None
 
 
 class Family:
-    """Base class of a model family: its configuration, its shapes, its items and the names of its tensors."""
+    """Base class of a model family: its configuration, shapes, items and tensor names."""
 
     model_type: str
     """`model_type` of a whole model's configuration."""
     language_models: Collection[str] = ()
-    """`model_type`s of folders that contain the language model alone."""
+    """`model_type`s of folders with a language model alone."""
     title: str
-    """Name for messages."""
+    """Name in messages."""
     built: Mapping[str, Only] = {}
-    """Keys of `config.json` with the only values that are supported."""
+    """Keys of `config.json`, each with its supported values."""
     copied: Sequence[str] = ()
-    """Patterns (`fnmatch`) of tensors in folders of the language model that are no part of it here: an export copies
-    them unchanged, and says so.
+    """Patterns (`fnmatch`) of tensors in folders that the language model here does not have. An export copies them
+    unchanged, and reports it.
     """
     tokens: Mapping[str, str]
-    """Tokens that show items, by the key of their number in `config.json`."""
+    """Tokens that stand for items, by the key of their id in `config.json`."""
     encoders: Mapping[str, Sequence[ItemType]]
-    """Its own encoders in order, each with the types of items that it takes, one per modality. Section `plan` describes
-    the first.
-    """
+    """Its encoders in order, each with its item types, one per modality. The section `plan` describes the first one."""
     encoders_of: Collection[str] = ()
-    """`model_type`s of families whose encoders its language models take too."""
+    """`model_type`s of other families whose encoders work with its language models."""
 
     @property
     def items(self) -> tuple[ItemType, ...]:
-        """Types of items of all encoders."""
+        """Item types of all encoders."""
         return tuple(each for types in self.encoders.values() for each in types)
 
     def config_class(self, model_type: str) -> Any:
-        """Return the `transformers` class for a configuration of `model_type`."""
+        """Return the `transformers` configuration class of `model_type`."""
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         return CONFIG_MAPPING[model_type]
 
     def check_values(self, path: Path, values: dict[str, Json]) -> None:
-        """Check the values of a `config.json` of the family, before transformers reads it. Raises `UserError`."""
+        """Check the values of a `config.json` of the family before transformers reads it. Raises `UserError`."""
         check(path, values, self.built)
 
     def check_encoder(self, folder: Path, config: Any) -> None:
@@ -149,37 +147,17 @@ class Family:
         """Check that the language model of `folder` is supported. Raises `UserError`."""
 
     def rope_settings(self, head_dim: int) -> dict[str, Any]:
-        """Return how a language model of its own divides its rotary frequencies when it joins an encoder. Tokens of
-        text have equal positions in all sections, so that nothing changes on text alone.
+        """Return the rotary settings of a language model alone that is joined with an encoder. Text has equal positions
+        in all sections, so its results do not change.
         """
         return {}
 
-    def encoder_settings(self, vision: Any) -> dict[str, Any]:
-        """Return `vision_config` of a model of the family with the encoder of `vision`, a whole model's configuration
-        of this family or of one of `encoders_of`.
+    def joined(self, text: Any, encoder: Any, text_alone: bool) -> Any:
+        """Return the configuration of a model with the language model of the configuration `text` and the encoder of
+        the configuration `encoder`, of this family or of one of `encoders_of`. `text_alone`: whether `text` describes
+        only a language model.
         """
-        return {name: value for name, value in vision.vision_config.to_dict().items() if name != "model_type"}
-
-    def joined(self, own: Any, vision: Any, text_alone: bool) -> Any:
-        """Return the configuration of a model with the language model of `own` and the encoder of `vision`.
-        `text_alone`: `own` describes a language model alone.
-        """
-        from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-
-        if text_alone:
-            of_the_folder = ("architectures", "model_type", "transformers_version")
-            text = {name: value for name, value in own.to_dict().items() if name not in of_the_folder}
-            head_dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
-            text["rope_parameters"] = self.rope_settings(head_dim) | dict(text["rope_parameters"])
-        else:
-            text = own.text_config.to_dict()
-        return self.config_class(self.model_type)(
-            text_config=text,
-            vision_config=self.encoder_settings(vision) | {"out_hidden_size": text["hidden_size"]},
-            tie_word_embeddings=own.tie_word_embeddings,
-            architectures=[MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[self.model_type]],
-            **{name: getattr(own, name) for name in (() if text_alone else self.tokens)},
-        )
+        raise NotImplementedError
 
     def encoder_shape(self, config: Any, encoder: str, /) -> EncoderShape:
         """Return the shape of one of `encoders` from a whole model's configuration."""
@@ -190,8 +168,8 @@ class Family:
         raise NotImplementedError
 
     def positions(self, tokens: int, starts: np.ndarray, blocks: Sequence[Block], /) -> np.ndarray:
-        """Return the rotary positions of a sample of `tokens` tokens, int64 [dims, tokens]. `starts`: the first row of
-        each block of its items.
+        """Return the rotary positions of a sample, int64 [dims, tokens]. `starts`: position of the first row of each of
+        the `blocks` of its items.
         """
         raise NotImplementedError
 
@@ -200,13 +178,13 @@ class Family:
         return stored
 
     def published_name(self, name: str, /) -> str:
-        """Return the name of tensor `name` in folders that are published or that `transformers` writes; the inverse of
+        """Return the name of a tensor in published folders and in those that `transformers` writes: the inverse of
         `canonical_name`.
         """
         return name
 
     def fused_name(self, name: str, /) -> tuple[str, int] | None:
-        """Return the tensor of which tensor `name` is a part in some folders (see `Fused`), and its index there; None
-        if it is stored by itself in all.
+        """Return the fused tensor that contains tensor `name` in some folders (see `Fused`), and its index in it; None
+        if no folder fuses it.
         """
         return None

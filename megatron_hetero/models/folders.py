@@ -1,5 +1,5 @@
 """Model folders and their configurations: one `transformers` folder, or one for the language model and another for the
-vision encoder.
+encoder.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_hetero.base.errors import UserError, in_short, listed
 from megatron_hetero.base.files import read_object, shown
 from megatron_hetero.base.outputs import advice_to_export
 from megatron_hetero.hf.model_files import require_own_files
-from megatron_hetero.models.family import Family
+from megatron_hetero.models.family import EncoderShape, Family
 from megatron_hetero.models.registry import FAMILIES, family_of, titles
 
 VISION_FOLDER = "model.hf_path_vision"
@@ -22,11 +22,15 @@ VISION_FOLDER = "model.hf_path_vision"
 
 @dataclass(frozen=True, eq=False)
 class ModelFolders:
-    """Folders of a model, and its joint configuration.
+    """The folders of a model, and its joint configuration.
 
-    `fresh_projector`: the projector is initialised. `text_alone`: the folder of the text module has no encoder, and its
-    tokenizer's chat template no images. `unused`: names in the encoder of tensors of the vision folder's projector that
-    the model does not have.
+    Attributes:
+        text: folder of the language model.
+        vision: folder of the encoder; the same folder for a whole model.
+        config: the joint configuration.
+        fresh_projector: whether the projector is initialised instead of loaded.
+        text_alone: whether the folder of the language model has no encoder, and its chat template no images.
+        unused: tensors of the encoder folder's projector that the model does not have.
     """
 
     text: Path
@@ -43,19 +47,19 @@ class ModelFolders:
 
     @property
     def notice(self) -> str:
-        """A line about tensors that are not used, if there are any."""
+        """A notice about unused tensors; empty if there are none."""
         if not self.unused:
             return ""
         return f"the fresh projector is {self.family.title}'s: {listed(self.unused)} of {self.vision} are not used"
 
     @classmethod
     def read(cls, hf_path: Path, hf_path_vision: Path | None = None, fresh_projector: bool = False) -> ModelFolders:
-        """Read `config.json` of the folders (as saved by any version of transformers).
+        """Read `config.json` of the folders, as saved by any version of transformers.
 
         Args:
-            hf_path: folder of the whole model, or with `hf_path_vision` of a language model alone.
-            hf_path_vision: folder of another vision encoder to use.
-            fresh_projector: whether to initialise the projector even if the folder's fits.
+            hf_path: folder of a whole model; with `hf_path_vision`, possibly of a language model alone.
+            hf_path_vision: folder of another encoder to use.
+            fresh_projector: whether to initialise the projector even if the folder's projector fits.
 
         Raises:
             UserError: a folder is missing, broken, or of another family.
@@ -77,10 +81,11 @@ class ModelFolders:
         with sound(hf_path / "config.json"):
             config = family.joined(own, vision, text_alone)
             family.check_text(hf_path, config)
-        fits = vision.vision_config.out_hidden_size == config.text_config.hidden_size
-        fresh = fresh_projector or not fits
+            width = family.text_shape(config).hidden
         with sound(hf_path_vision / "config.json"):
-            unused = _projector(of_encoder, vision) - _projector(family, config)
+            encoder, joined = _encoder(of_encoder, vision), _encoder(family, config)
+            fresh = fresh_projector or encoder.out_hidden != width
+            unused = frozenset(encoder.architecture.projector.keys() - joined.architecture.projector.keys())
         if unused and not fresh:
             raise UserError.at(
                 hf_path_vision / "config.json",
@@ -92,15 +97,14 @@ class ModelFolders:
         return cls(hf_path, hf_path_vision, config, fresh, text_alone, unused)
 
 
-def _projector(family: Family, config: Any) -> frozenset[str]:
-    """Return the names in its encoder of the tensors of the projector of a whole model's first encoder."""
-    return frozenset(family.encoder_shape(config, next(iter(family.encoders))).architecture.projector)
+def _encoder(family: Family, config: Any) -> EncoderShape:
+    """Return the shape of the first encoder of a whole model."""
+    return family.encoder_shape(config, next(iter(family.encoders)))
 
 
 def read_config(folder: Path, setting: str, of_encoder: Family | None = None) -> Any:
-    """Read the configuration of the folder that `setting` names, of a whole model of any family. `of_encoder`: the
-    family of an encoder that is not the folder's; a language model that takes it may be alone in the folder. Raises
-    `UserError`.
+    """Read the configuration in the `folder` of a setting, of a whole model of any family. `of_encoder`: the family of
+    an encoder from another folder, with which the folder may also have a language model alone. Raises `UserError`.
     """
     path, model_types = folder / "config.json", tuple(FAMILIES)
     if of_encoder is not None:
@@ -117,25 +121,25 @@ def read_config(folder: Path, setting: str, of_encoder: Family | None = None) ->
         )
     require_own_files(folder)
     raw = read_object(path)
-    found = raw.get("model_type")
-    if not isinstance(found, str) or found not in model_types:
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in model_types:
         because, fix = "this program builds no other family", f"give a {titles()} folder"
         if of_encoder is not None:
             because = f"the encoder of {VISION_FOLDER} is {of_encoder.title}'s"
             fix = f"give a language model that takes it, or leave out --{VISION_FOLDER}"
-        elif any(found in family.language_models for family in FAMILIES.values()):
+        elif any(model_type in family.language_models for family in FAMILIES.values()):
             fix += f", or the folder of a vision encoder too, with --{VISION_FOLDER}"
         expected = " or ".join(map(repr, model_types))
-        raise UserError.at(path, found=f"model_type {shown(found)}", expected=expected, because=because, fix=fix)
-    family = family_of(found)
+        raise UserError.at(path, found=f"model_type {shown(model_type)}", expected=expected, because=because, fix=fix)
+    family = family_of(model_type)
     family.check_values(path, raw)
     with sound(path):
-        return family.config_class(found).from_pretrained(folder, local_files_only=True)
+        return family.config_class(model_type).from_pretrained(folder, local_files_only=True)
 
 
 @contextmanager
 def sound(path: Path) -> Iterator[None]:
-    """Raise errors about values in the configuration `path`, transformers' or ours, as `UserError`."""
+    """Raise errors about values in the configuration `path` as `UserError`, including those of transformers."""
     try:
         yield
     except UserError:

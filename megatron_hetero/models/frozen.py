@@ -1,8 +1,8 @@
 """Which tensors of a model train. Pure.
 
-`model.freeze` and `model.train` list parts (`vision`, `projector`, `text` …) and `fnmatch` patterns over names of the
-folder's tensors, such as ``model.layers.*.mlp.*`` or ``visual.blocks.[0-9].*``. What `freeze` lists does not train; if
-`train` is not empty, what it does not list does not train either.
+`model.freeze` and `model.train` list subsets of the tensors (`vision`, `projector`, `text` …) and `fnmatch` patterns
+over the names in the folder, such as ``model.layers.*.mlp.*`` or ``visual.blocks.[0-9].*``. What `freeze` lists does
+not train; if `train` is not empty, what it does not list does not train either.
 """
 
 from __future__ import annotations
@@ -29,19 +29,24 @@ from megatron_hetero.models.weights import (
     folder_shapes,
     prefix_of,
     stored_shapes,
-    tensors_of_parts,
+    tensors_by_subset,
     weight_map,
 )
 
 
 @dataclass(frozen=True, eq=False)
 class Frozen:
-    """The frozen part of a model: stored `tensors`, and `parts` of which nothing trains. `shares`: the share from 0 to
-    1 that trains of each part's matrices that tokens are multiplied with, without `Added` ones.
+    """What does not train.
+
+    Attributes:
+        tensors: stored tensors that do not train.
+        subsets: subsets of the model (see `ModelShapes.subsets_of`) in which nothing trains.
+        shares: by subset, the share from 0 to 1 that trains of the matrices that tokens are multiplied by, without
+            `Added` ones.
     """
 
     tensors: frozenset[str]
-    parts: frozenset[str]
+    subsets: frozenset[str]
     shares: Mapping[str, float]
 
     @classmethod
@@ -52,99 +57,100 @@ class Frozen:
             UserError: a pattern matches no tensor, some tensors of one parameter train and others do not, or nothing
                 trains.
         """
-        stored, by_part = stored_shapes(shapes), tensors_of_parts(shapes)
+        stored, by_subset = stored_shapes(shapes), tensors_by_subset(shapes)
         tensors = frozen_tensors(shapes, freeze, train)
-        parts = frozenset(part for part, names in by_part.items() if tensors.issuperset(names))
+        frozen = frozenset(subset for subset, names in by_subset.items() if tensors.issuperset(names))
         setting = "train" if train else "freeze"
-        if len(parts) == len(by_part):
-            problem = f"freezes all of {', '.join(by_part)}, which leaves nothing to train"
+        if len(frozen) == len(by_subset):
+            problem = f"freezes all of {', '.join(by_subset)}, which leaves nothing to train"
             raise UserError.at(f"model.{setting} (--model.{setting})", problem=problem, fix="remove an entry")
         patterns, added = any(map(is_pattern, (*freeze, *train))), added_shapes(shapes)
         if patterns:
             _require_whole_parameters(shapes, tensors, frozen_tensors(shapes, freeze))
         if patterns or added:
             entry = shapes.text.architecture.entry
-            looked_up = set() if shapes.text.tied else {entry.stored + name for name in entry.part.tensors()}
-            looked_up |= added.keys()
-            shares = {part: _share({*names} - looked_up, tensors, stored) for part, names in by_part.items()}
+            # An embedding that is not the head is looked up, not multiplied.
+            excluded = set() if shapes.text.tied else {entry.stored + name for name in entry.part.tensors()}
+            excluded |= added.keys()
+            shares = {subset: _share({*names} - excluded, tensors, stored) for subset, names in by_subset.items()}
         else:
-            shares = {part: float(part not in parts) for part in by_part}
-        return cls(tensors, parts, shares)
+            shares = {subset: float(subset not in frozen) for subset in by_subset}
+        return cls(tensors, frozen, shares)
 
-    def trains(self, part: str) -> bool:
-        """Whether anything of a part trains."""
-        return part not in self.parts
+    def trains(self, subset: str) -> bool:
+        """Whether anything of a subset trains."""
+        return subset not in self.subsets
 
-    def passes(self, part: str, *, inputs: bool) -> Passes:
-        """Return the gradients that a part computes. `inputs`: whether it computes those of its input."""
-        return Passes(inputs, self.trains(part), self.shares[part])
+    def passes(self, subset: str, *, inputs: bool) -> Passes:
+        """Return the gradients that a subset computes. `inputs`: whether it computes the gradient of its input."""
+        return Passes(inputs, self.trains(subset), self.shares[subset])
 
     def first_layer(self, shapes: ModelShapes, module: str = TEXT) -> int:
-        """Return the first layer of a module with gradients, for the language model behind frozen encoders: that of the
-        first tensor that trains, or 0 if the entry trains.
+        """Return the number of a module's first layer with a trained tensor, where the backward pass ends if nothing
+        before the module trains; 0 if the entry trains.
         """
         architecture, prefix = shapes[module].architecture, prefix_of(module, shapes)
         trained = {name for name in architecture.tensors if prefix + name not in self.tensors}
         if any(architecture.entry.stored + name in trained for name in architecture.entry.part.tensors()):
             return 0
-        of_layers = (name.removeprefix(architecture.stored) for name in trained if architecture.is_of_layer(name))
-        return min((int(name.split(".")[0]) for name in of_layers), default=len(architecture.layers))
+        in_layers = (name.removeprefix(architecture.stored) for name in trained if architecture.is_of_layer(name))
+        return min((int(name.split(".")[0]) for name in in_layers), default=len(architecture.layers))
 
     def operations(self, module: str, shapes: ModelShapes, tokens: Tokens, stage: PipelineStage | None = None) -> int:
-        """Count the operations of a module, or of a stage of it, in a step: a frozen part counts as far as the
-        gradients of others need it.
+        """Count the operations of a module, or of a stage of it, in a step. The backward pass of frozen layers counts
+        where other gradients need it.
         """
         if module == TEXT:
-            behind = any(self.trains(part) for name in shapes.encoders for part in shapes.parts_of(name))
-            inputs, projector = behind or self.trains(TEXT), None
+            before = any(self.trains(subset) for name in shapes.encoders for subset in shapes.subsets_of(name))
+            inputs, projector = before or self.trains(TEXT), None
         else:
-            behind, inputs, projector = False, self.trains(module), shapes.parts_of(module)[1]
+            before, inputs, projector = False, self.trains(module), shapes.subsets_of(module)[1]
         return shapes[module].architecture.operations(
             tokens,
             stage,
             passes=self.passes(module, inputs=inputs),
             projector=self.passes(projector, inputs=inputs) if projector else None,
-            first=0 if behind else self.first_layer(shapes, module),
+            first=0 if before else self.first_layer(shapes, module),
         )
 
 
 def frozen_tensors(shapes: ModelShapes, freeze: Sequence[str], train: Sequence[str] = ()) -> frozenset[str]:
-    """Return the stored tensors that do not train. Tensors that no folder has always do. Raises `UserError` if a
-    pattern matches none.
+    """Return the stored tensors that do not train. Tensors that no folder has, such as adapters, always train. Raises
+    `UserError` if a pattern matches no tensor.
     """
     frozen, listed_to_train = _listed("model.freeze", freeze, shapes), _listed("model.train", train, shapes)
     frozen |= frozenset(stored_shapes(shapes)) - listed_to_train if train else frozenset()
-    beside = frozenset(
+    frozen_by_adapters = frozenset(
         prefix_of(module, shapes) + tensor
         for module in shapes.modules
         if (added := shapes[module].added) is not None
         for tensor in added.freezes
     )
-    return (frozen | (beside - listed_to_train)) - added_shapes(shapes).keys()
+    return (frozen | (frozen_by_adapters - listed_to_train)) - added_shapes(shapes).keys()
 
 
 def _listed(setting: str, entries: Iterable[str], shapes: ModelShapes) -> frozenset[str]:
     """Return the tensors that the entries of a setting match. Raises `UserError` if an entry matches none."""
-    found, by_part = set[str](), tensors_of_parts(shapes)
+    names, by_subset = set[str](), tensors_by_subset(shapes)
     for entry in entries:
-        if not is_pattern(entry) and entry not in by_part:
-            problem = f"`{entry}`{did_you_mean(entry, by_part)}"
-            expected, why = f"some of {', '.join(by_part)}", "the model has no other parts"
+        if not is_pattern(entry) and entry not in by_subset:
+            problem = f"`{entry}`{did_you_mean(entry, by_subset)}"
+            expected, why = f"some of {', '.join(by_subset)}", "the model has no other modules and projectors"
             raise wrong(setting, problem, expected, why, "rename or remove it")
-        found.update(_matching(setting, entry, shapes) if is_pattern(entry) else by_part[entry])
-    return frozenset(found)
+        names.update(_matching(setting, entry, shapes) if is_pattern(entry) else by_subset[entry])
+    return frozenset(names)
 
 
 def _matching(setting: str, pattern: str, shapes: ModelShapes) -> set[str]:
-    """Return the names that a pattern matches in folders with modules side by side or nested. Raises `UserError` if
-    these are different tensors, or none.
+    """Return the tensors that a pattern matches by the names of folders with modules side by side or nested. Raises
+    `UserError` if the two match different tensors, or neither matches any.
     """
-    canonical, own = family_of(shapes.text.family).canonical_name, folder_shapes(shapes)
+    canonical, in_folder = family_of(shapes.text.family).canonical_name, folder_shapes(shapes)
     added = added_shapes(shapes)
     flat = {name for name in stored_shapes(shapes) if fnmatchcase(name, canonical(pattern))}
-    nested = {name for name in own if canonical(n := nested_name(name)) == name and fnmatchcase(n, pattern)}
-    if (found := flat | nested) and found <= added.keys():
-        kinds = dict.fromkeys(map(any_layer, sorted(found)))
+    nested = {name for name in in_folder if canonical(n := nested_name(name)) == name and fnmatchcase(n, pattern)}
+    if (names := flat | nested) and names <= added.keys():
+        kinds = dict.fromkeys(map(any_layer, sorted(names)))
         others = "freeze other tensors with model.freeze" if setting == "model.train" else "name fewer lora.targets"
         raise UserError.at(
             f"{setting} (--{setting})",
@@ -153,15 +159,15 @@ def _matching(setting: str, pattern: str, shapes: ModelShapes) -> set[str]:
             because="adapters always train",
             fix=f"remove it, or {others}",
         )
-    side_by_side = flat & own.keys()
+    side_by_side = flat & in_folder.keys()
     if side_by_side and nested and side_by_side != nested:
         raise UserError.at(
             f"{setting} (--{setting})",
             problem=f"`{pattern}` matches {len(side_by_side)} tensors where folders keep modules side by side "
             f"(`{min(side_by_side)}`), and {len(nested)} where they nest them (`{nested_name(min(nested))}`)",
-            fix="begin it with `model.layers.`, `model.language_model.` or `model.visual.`, or name a part",
+            fix="begin it with `model.layers.`, `model.language_model.` or `model.visual.`, or name a module",
         )
-    if not found:
+    if not names:
         known = list(dict.fromkeys(any_layer(name) for name in stored_shapes(shapes) if name not in added))
         close = get_close_matches(any_layer(canonical(pattern)), known, n=1)
         raise UserError.at(
@@ -171,27 +177,27 @@ def _matching(setting: str, pattern: str, shapes: ModelShapes) -> set[str]:
             because="it matches none of the model's",
             fix="correct or remove it",
         )
-    return found
+    return names
 
 
 def any_layer(name: str) -> str:
-    """Return a pattern of the same tensor in all layers."""
+    """Return a pattern that matches this tensor in every layer."""
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
 def _require_whole_parameters(shapes: ModelShapes, frozen: frozenset[str], by_freeze: frozenset[str]) -> None:
-    """Check that all tensors of one parameter (q, k and v of a layer; all its experts) train, or none. `by_freeze`:
-    tensors that `model.freeze` lists. Raises `UserError`.
+    """Check that the tensors of each parameter (q, k and v of a layer; all its experts) either all train or are all
+    frozen. `by_freeze`: tensors that `model.freeze` lists. Raises `UserError`.
     """
     maps = [
         weight_map(module, shapes, Share(0, 1), view=view)
         for module in shapes.modules
         for view in shapes[module].architecture.views
     ]
-    parameters = [dict.fromkeys(each.name for each in slices) for of_module in maps for slices in of_module.values()]
-    in_part = [names for names in parameters if 0 < len(frozen.intersection(names)) < len(names)]
-    for names in in_part[:1]:
-        patterns = {any_layer(name): None for of_parameter in in_part for name in of_parameter}
+    parameters = [dict.fromkeys(each.name for each in slices) for weights in maps for slices in weights.values()]
+    mixed = [names for names in parameters if 0 < len(frozen.intersection(names)) < len(names)]
+    for names in mixed[:1]:
+        patterns = {any_layer(name): None for parameter in mixed for name in parameter}
         setting = "model.freeze" if by_freeze.intersection(names) else "model.train"
         raise UserError.at(
             f"{setting} (--{setting})",
@@ -203,6 +209,6 @@ def _require_whole_parameters(shapes: ModelShapes, frozen: frozenset[str], by_fr
 
 
 def _share(names: Iterable[str], frozen: Collection[str], stored: Mapping[str, Sequence[int]]) -> float:
-    """Return the share of the matrices among these tensors that trains."""
+    """Return the share of elements that trains, of the matrices among these tensors."""
     sizes = {name: prod(stored[name]) for name in names if len(stored[name]) > 1}
     return sum(size for name, size in sizes.items() if name not in frozen) / max(1, sum(sizes.values()))

@@ -1,12 +1,12 @@
 """Shapes of language models, and the head with its loss.
 
-The loss is the cross entropy over a vocabulary that is split over a tensor-parallel group, in chunks of tokens.
-Its method is Megatron-LM's (Shoeybi et al. 2019, arXiv 1909.08053): each rank reduces its own part of the vocabulary,
-and three numbers per token cross the group. Ours takes its group explicitly, computes and differentiates in fp32, and
-leaves out rows that pad the vocabulary. Logits of a whole batch would be the largest tensor of a step (152k ids, 16k
-tokens: 10 GB in fp32), so gradients are formed with the loss, chunk by chunk, as in Liger Kernel (Hsu et al. 2024,
-arXiv 2410.10989). For few tokens the gradients of their logits are saved instead: the larger gradient of the head's
-weight is then one product, added to those of earlier micro-batches at once.
+The loss is the cross entropy over a vocabulary that is split over a tensor-parallel group, computed in chunks of
+tokens. The method is Megatron-LM's (Shoeybi et al. 2019, arXiv 1909.08053): each rank reduces its shard of the
+vocabulary, and the group exchanges three numbers per token. This implementation has an explicit group, computes and
+differentiates in fp32, and excludes padding of the vocabulary. The logits of a whole batch would be the largest tensor
+of a step (152k ids, 16k tokens: 10 GB in fp32), so gradients are computed with the loss, chunk by chunk, as in Liger
+Kernel (Hsu et al. 2024, arXiv 2410.10989). For few tokens the gradients of their logits are saved instead. The gradient
+of the head's weight is then a single product, which is added to those of earlier micro-batches.
 """
 
 from __future__ import annotations
@@ -34,14 +34,12 @@ from megatron_hetero.models.layers.parts import AttentionPart, MLPPart
 from megatron_hetero.models.layers.rotary import MultimodalRotary
 
 MAX_LOGITS = 1 << 28
-"""Logits of one chunk where a GPU compiles, 512 MiB in bf16; a quarter of them elsewhere, which are copied in fp32."""
+"""Maximum number of logits in a chunk: 512 MiB in bf16. Without a compiler, which copies them in fp32, a quarter."""
 
 
 @dataclass(frozen=True)
 class LanguageModelShape(TextShape):
-    """Base of the shape of a language model whose tensors are named as those of Qwen2 and Qwen3. Sizes in
-    elements.
-    """
+    """Base of the shapes of language models whose tensors have the names of Qwen2 and Qwen3. Sizes are in elements."""
 
     qkv_bias: ClassVar[bool]
     """Whether queries, keys and values have a bias."""
@@ -57,14 +55,13 @@ class LanguageModelShape(TextShape):
     tied: bool
     rope_theta: float
     mrope_section: tuple[int, ...]
-    """Rotary frequencies for time, height and width."""
+    """Number of rotary frequencies for time, height and width."""
     norm_eps: float
-    max_positions: int
 
     @classmethod
     def of(cls, config: Any, head_dim: int, sections: Sequence[int], **further: Any) -> Self:
-        """Read a whole model's configuration. `sections`: the default of `mrope_section`; `further`: fields of a
-        subclass.
+        """Return the shape for a whole model's configuration. `sections`: default of `mrope_section`; `further`: fields
+        of subclasses.
         """
         text, rope = config.text_config, config.text_config.rope_parameters
         return cls(
@@ -79,14 +76,13 @@ class LanguageModelShape(TextShape):
             rope_theta=float(rope["rope_theta"]),
             mrope_section=tuple(rope.get("mrope_section", sections)),
             norm_eps=text.rms_norm_eps,
-            max_positions=text.max_position_embeddings,
             **further,
         )
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """The position that each rotary frequency turns with: 0 time, 1 height, 2 width. Frequencies for less than a
-        head leave its last elements unchanged.
+        """The position that each rotary frequency follows: 0 time, 1 height, 2 width. With frequencies for less than a
+        head, the last elements of each head are not rotated.
         """
         raise NotImplementedError
 
@@ -101,11 +97,11 @@ class LanguageModelShape(TextShape):
         return _architecture(self)
 
     def norm(self, number: int) -> Norm:
-        """The norms of the layer with that number; the final norm for the number of layers."""
+        """Return the norm before each part of layer `number`, or the final norm if it is the number of layers."""
         return Norm(self.hidden, self.norm_eps)
 
     def attention(self, number: int) -> AttentionPart:
-        """What exchanges information between tokens in the layer with that number."""
+        """Return the attention part of layer `number`."""
         return SelfAttention(
             self.hidden,
             self.heads,
@@ -119,7 +115,7 @@ class LanguageModelShape(TextShape):
         )
 
     def mlp(self, number: int) -> MLPPart:
-        """The MLP of the layer with that number."""
+        """Return the MLP part of layer `number`."""
         return MLP(self.hidden, self.ffn, stored=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
 
 
@@ -145,13 +141,14 @@ def _architecture(t: LanguageModelShape) -> Architecture:
 
 
 class VocabularyShard(NamedTuple):
-    """A tensor-parallel rank's part of the vocabulary: `valid` ids from `first` on, then padding up to the columns of
-    its logits. `group` has the other parts.
-    """
+    """A tensor-parallel rank's shard of the vocabulary. Further columns of its logits are padding."""
 
     first: int
+    """First id."""
     valid: int
+    """Number of ids."""
     group: dist.ProcessGroup
+    """The ranks over which the vocabulary is split."""
 
 
 def head_loss(
@@ -165,18 +162,18 @@ def head_loss(
 ) -> Tensor:
     """Return the sum of the cross entropies of all tokens, fp32 [], equal on every rank of the group.
 
-    The forward pass forms the gradients, so that the loss can be back-propagated once only.
+    The forward pass computes the gradients, so the loss can be back-propagated only once.
 
     Args:
         hidden: [tokens, hidden].
-        weight: [columns, hidden] of the head; the first `shard.valid` rows stand for ids.
+        weight: weight [columns, hidden] of the head; the first `shard.valid` rows belong to ids.
         targets: int64 [tokens], global ids, equal on every rank.
-        shard: this rank's part of the vocabulary.
+        shard: this rank's shard of the vocabulary.
         hits: bool [tokens] to fill, see `vocab_parallel_hits`.
-        chunk: tokens whose logits exist at a time; default: as `MAX_LOGITS` allows.
+        chunk: number of tokens whose logits exist at a time; default: as many as `MAX_LOGITS` allows.
     """
-    most = MAX_LOGITS if compiles_for(weight) else MAX_LOGITS // 4
-    return _HeadLoss.apply(hidden, weight, targets, shard, hits, chunk or max(1, most // len(weight)))
+    limit = MAX_LOGITS if compiles_for(weight) else MAX_LOGITS // 4
+    return _HeadLoss.apply(hidden, weight, targets, shard, hits, chunk or max(1, limit // len(weight)))
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -185,48 +182,48 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabularyShard, hits: Tensor | None,
         chunk: int,
     ) -> Tensor:  # fmt: skip
-        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        of_logits = of_weight = None
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_logits = grad_weight = None
         few = len(hidden) <= hidden.shape[1]
         if ctx.needs_input_grad[1] and few:
-            of_logits = hidden.new_empty(len(hidden), len(weight))
-        # In fp32 while several products of fewer bits are added.
+            grad_logits = hidden.new_empty(len(hidden), len(weight))
+        # In fp32 while products of several chunks are added.
         dtype = torch.float32 if len(hidden) > chunk and weight.element_size() < 4 else weight.dtype
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for start in range(0, len(hidden), chunk):
             tokens = slice(start, start + chunk)
-            logits = torch.mm(hidden[tokens], weight.t(), out=None if of_logits is None else of_logits[tokens])
+            logits = torch.mm(hidden[tokens], weight.t(), out=None if grad_logits is None else grad_logits[tokens])
             if hits is not None:
                 hits[tokens] = vocab_parallel_hits(logits, targets[tokens], shard)
             losses, grad = _cross_entropy_(logits, targets[tokens], shard)
             loss += losses.sum()
             del logits
-            if of_hidden is not None:
-                torch.mm(grad, weight, out=of_hidden[tokens])
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[tokens])
             if ctx.needs_input_grad[1] and not few:
-                if of_weight is None:
-                    of_weight = product(grad.t(), hidden[tokens], dtype=dtype)
+                if grad_weight is None:
+                    grad_weight = product(grad.t(), hidden[tokens], dtype=dtype)
                 else:
-                    add_product(of_weight, grad.t(), hidden[tokens])
-        ctx.parameter, factors = weight, (None, None) if of_logits is None else (of_logits, hidden)
-        ctx.save_for_backward(of_hidden, None if of_weight is None else of_weight.to(weight.dtype), *factors)
+                    add_product(grad_weight, grad.t(), hidden[tokens])
+        ctx.parameter, factors = weight, (None, None) if grad_logits is None else (grad_logits, hidden)
+        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *factors)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        of_hidden, of_weight, of_logits, hidden = ctx.saved_tensors
-        # In place, so that autograd refuses a second backward pass.
-        of_hidden = None if of_hidden is None else of_hidden.copy_(_scaled(of_hidden, grad))
-        if of_weight is not None:
-            of_weight = scaled_gradient(ctx.parameter, of_weight, grad)
-        if of_logits is not None:
-            of_weight = gradient_of_weight(ctx.parameter, of_logits.t(), _scaled(hidden, grad))
-        return of_hidden, of_weight, None, None, None, None
+        grad_hidden, grad_weight, grad_logits, hidden = ctx.saved_tensors
+        # In place, so that autograd rejects a second backward pass.
+        grad_hidden = None if grad_hidden is None else grad_hidden.copy_(_scaled(grad_hidden, grad))
+        if grad_weight is not None:
+            grad_weight = scaled_gradient(ctx.parameter, grad_weight, grad)
+        if grad_logits is not None:
+            grad_weight = gradient_of_weight(ctx.parameter, grad_logits.t(), _scaled(hidden, grad))
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _scaled(x: Tensor, scale: Tensor) -> Tensor:
-    """Multiply `x` by `scale` [] in fp32: a GPU would round `scale` to the dtype of `x` first."""
+    """Multiply `x` by `scale` [] in fp32. A GPU would otherwise round `scale` to the dtype of `x` first."""
     return x.float().mul_(scale).to(x.dtype) if x.element_size() < 4 else x * scale
 
 
@@ -241,32 +238,32 @@ def _cross_entropy_(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> 
     target_logit = torch.where(mine, logits.gather(1, local[:, None]).squeeze(1) - highest, 0.0)
     in_kernels = compiles_for(logits)
     exponentials = logits if in_kernels else logits.float().sub_(highest[:, None]).exp_()
-    own = compiled(_sum_of_exponentials)(logits, highest) if in_kernels else exponentials.sum(dim=-1)
-    sums = torch.stack([own, target_logit])
+    local_sum = compiled(_sum_of_exponentials)(logits, highest) if in_kernels else exponentials.sum(dim=-1)
+    sums = torch.stack([local_sum, target_logit])
     dist.all_reduce(sums, group=shard.group)
     losses, total = sums[0].log() - sums[1], sums[0]
     if in_kernels:
         return losses, compiled(_gradients_)(logits, highest, total, torch.where(mine, local, -1))
-    # Before the division, which rounds to fewer bits: likely targets have almost 1.
+    # Subtracted before the division rounds to fewer bits, since the probability of a likely target is close to 1.
     exponentials.scatter_add_(1, local[:, None], -torch.where(mine, total, 0.0)[:, None])
     return losses, torch.div(exponentials, total[:, None], out=logits)
 
 
-# This and the next for a compiler, as kernels that read bf16 logits and keep nothing in fp32.
+# This and the next function are compiled to kernels that read bf16 logits and write nothing in fp32.
 def _sum_of_exponentials(logits: Tensor, highest: Tensor) -> Tensor:
     return (logits.float() - highest[:, None]).exp().sum(dim=-1)
 
 
 def _gradients_(logits: Tensor, highest: Tensor, total: Tensor, columns: Tensor) -> Tensor:
-    """`columns`: those of the targets, -1 for targets of other ranks."""
+    """Write the gradients into `logits`. `columns`: the column of each target, -1 for targets on other ranks."""
     exponentials = (logits.float() - highest[:, None]).exp()
     is_target = torch.arange(logits.shape[1], device=logits.device) == columns[:, None]
     return logits.copy_((exponentials - torch.where(is_target, total[:, None], 0.0)) / total[:, None])
 
 
 def vocab_parallel_hits(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> Tensor:
-    """Return whether each token's target is what greedy decoding chooses (the lowest of several likeliest ids): bool
-    [tokens], equal on every rank of the group. `logits`: [tokens, columns]. Two numbers per token cross the group.
+    """Return whether greedy decoding would choose each token's target (the lowest id among equally likely ones): bool
+    [tokens], equal on every rank of the group. `logits`: [tokens, columns]. The group exchanges two numbers per token.
     """
     if shard.valid < logits.shape[1]:
         logits = logits.masked_fill(torch.arange(logits.shape[1], device=logits.device) >= shard.valid, -torch.inf)

@@ -1,8 +1,7 @@
-"""Layers of this package for recipes of one's own: called by the recipe, or in a layer spec of Megatron-Core.
+"""Layers of this package for a user's own recipe: called by the recipe, or used in a layer spec of Megatron-Core.
 
-Shape suffixes: n tokens of this rank.
-
-Megatron-Core is imported when a layer is built, since that takes seconds.
+In shapes, n is the number of tokens of this rank. Megatron-Core is imported only when a layer is built, since the
+import takes seconds.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ from megatron_hetero.layout.context import zigzag_tokens
 
 
 class GatedDeltaNet(nn.Module):
-    """Gated delta net (Yang et al. 2024, arXiv 2412.06464) under `tp`, `sp` and `cp`, as the layers of linear attention
+    """Gated delta net (Yang et al. 2024, arXiv 2412.06464) under `tp`, `sp` and `cp`, like the linear attention layers
     of Qwen3.5: convolution, gated delta rule, gated norm. It replaces Megatron's class of the same name in a spec,
     `ModuleSpec(GatedDeltaNet)`, or is called by a recipe.
 
-    `tp` divides the value heads; key heads have copies where it does not divide them. `sp` and `cp` exchange tokens for
-    heads, of which members may have different numbers. Gradients are parts as those of Megatron's layers, which
-    `build_optimizers` and `finish_gradients` sum. Under the names of `transformers`, checkpoints of this package resume
-    in any layout.
+    `tp` has to divide the value heads; key heads are copied if it does not divide them. `sp` and `cp` exchange heads
+    for tokens, and members may have different numbers of heads. As in Megatron's layers, gradients are partial sums,
+    which `build_optimizers` and `finish_gradients` reduce. Weights have the names of `transformers` in checkpoints of
+    this package, which resume in any layout.
 
     Args:
-        config: Megatron's `TransformerConfig`: its sizes `linear_*`, `hidden_size`, `layernorm_epsilon`,
-            `init_method_std`, `params_dtype`, `sequence_parallel`, and `recompute_granularity` (`selective` computes
-            what the delta rule takes again in the backward pass).
-        submodules: nothing. Megatron passes those of a spec.
-        layer_number: number of the layer in the whole model, which draws weights of its own for each.
+        config: Megatron's `TransformerConfig`. It provides the sizes `linear_*`, `hidden_size`, `layernorm_epsilon`,
+            `init_method_std`, `params_dtype`, `sequence_parallel`, and `recompute_granularity` (with `selective` the
+            backward pass recomputes the inputs of the delta rule).
+        submodules: must be None; Megatron passes the submodules of a spec.
+        layer_number: number of the layer in the whole model; each layer draws different weights.
         pg_collection: result of `Topology.collection`.
-        seed: of the weights, which are the same in every layout.
+        seed: seed of the weights, which are equal in every layout.
 
     Raises:
         UserError: sizes do not fit each other or the layout, or the groups are not those of a topology.
@@ -94,17 +93,17 @@ class GatedDeltaNet(nn.Module):
             self.reset_parameters()
 
     def _mark(self) -> None:
-        """Let parameters say what parts of stored tensors they are on each rank along tp."""
+        """Set on each parameter which slices of stored tensors it has on each tp rank."""
         for name, parameter in self.net.named_parameters():
-            slices: Any = tuple(of_rank[name] for of_rank in self._maps)
+            slices: Any = tuple(weights[name] for weights in self._maps)
             parameter.stored_as = f"net.{name}", slices
-            if any(each != slices[0] for each in slices):  # As of Megatron's layers.
+            if any(each != slices[0] for each in slices):  # The attributes of Megatron's layers.
                 parameter.tensor_model_parallel = True
                 parameter.partition_dim, parameter.partition_stride = int(slices[0][0].columns is not None), 1
 
     def reset_parameters(self) -> None:
-        """Draw weights as `transformers` does: normal with `config.init_method_std`; A uniform in 0.01 to 16, of which
-        the logarithm is stored; ones for `dt_bias` and the norm.
+        """Draw weights like `transformers`: normal with `config.init_method_std`; `A_log` the logarithm of a uniform
+        value from 0.01 to 16; ones for `dt_bias` and the norm.
         """
         self.load({name: self._drawn(name, shape) for name, shape in self.part.tensors().items()})
 
@@ -118,12 +117,12 @@ class GatedDeltaNet(nn.Module):
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
-        """Copy this rank's part of whole tensors, which are named as in folders of `transformers`.
+        """Copy this rank's slices of whole tensors, which have the names of `transformers`.
 
         Args:
             tensors: `in_proj_qkv.weight`, `in_proj_z.weight`, `in_proj_b.weight`, `in_proj_a.weight`, `conv1d.weight`,
                 `A_log`, `dt_bias`, `norm.weight` and `out_proj.weight`, on any device. Others are ignored.
-            prefix: what is before these names, such as `model.language_model.layers.0.linear_attn.`.
+            prefix: prefix of these names, such as `model.language_model.layers.0.linear_attn.`.
 
         Raises:
             UserError: a tensor is missing or has another shape.
@@ -134,10 +133,13 @@ class GatedDeltaNet(nn.Module):
                 found = "nothing" if given is None else f"shape {list(given.shape)}"
                 fix = "give the tensors of one layer of that size, and the prefix of their names"
                 raise UserError.at(f"tensor {prefix}{name}", found=found, expected=f"shape {list(shape)}", fix=fix)
-        own = self._maps[self.groups.tp.rank()]
+        weights = self._maps[self.groups.tp.rank()]
         for name, parameter in self.net.named_parameters():
-            parts = [(tensors[prefix + each.name], each.source) for each in own[name]]
-            load_slices(parameter, own[name], [(t.flatten(1) if t.dim() > 1 else t)[place] for t, place in parts])
+            values = list[Tensor]()
+            for each in weights[name]:
+                tensor = tensors[prefix + each.name]
+                values.append((tensor.flatten(1) if tensor.dim() > 1 else tensor)[each.source])
+            load_slices(parameter, weights[name], values)
 
     def forward(
         self,
@@ -149,23 +151,23 @@ class GatedDeltaNet(nn.Module):
         inference_context: Any = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """Compute states of this rank's tokens. All ranks of a replica call it, also those without tokens.
+        """Apply the layer to this rank's tokens. All ranks of a replica must call it, even without tokens.
 
         Args:
-            hidden_states: states [n, 1, hidden] of a pack of samples, of the tokens that `tokens_of` (in
-                `megatron_hetero.data.token_shards`) gives this rank; or, without `lengths` and `packed_seq_params`,
-                [n, samples, hidden] of whole samples of one length.
+            hidden_states: [n, 1, hidden], a pack of samples with the tokens that `tokens_of` (in
+                `megatron_hetero.data.token_shards`) assigns to this rank; or, without `lengths` and
+                `packed_seq_params`, [n, samples, hidden] with samples of equal length.
             attention_mask: ignored.
-            lengths: tokens of each sample of the pack on all ranks of the replica, 0 included.
-            packed_seq_params: result of `packed_samples`, or another `PackedSeqParams` of Megatron, whose `cu_seqlens`
-                the host then waits for once.
-            inference_context: nothing.
+            lengths: tokens of each sample of the pack over all ranks of the replica, possibly 0.
+            packed_seq_params: result of `packed_samples`, or another `PackedSeqParams` of Megatron, for whose
+                `cu_seqlens` the host then waits once.
+            inference_context: must be None.
 
         Returns:
-            States in the shape of the input, and None for a bias.
+            Hidden states in the shape of the input, and None for a bias.
 
         Raises:
-            UserError: the number of tokens is not the one of this rank.
+            UserError: the number of tokens is not this rank's.
         """
         if inference_context is not None:
             fix = "export the weights, and generate with an engine"
@@ -176,43 +178,45 @@ class GatedDeltaNet(nn.Module):
             return self._run(hidden_states, tuple(map(int, lengths))), None
         splits = [self.groups.sp, self.groups.context, *([self.groups.tp] if self.config.sequence_parallel else [])]
         whole = (len(hidden_states) * int(np.prod([group.size() for group in splits])),)
-        # Activations are split by token, so that a batch is no pack: its samples would alternate in it.
-        found = [self._run(sample, whole) for sample in hidden_states.split(1, dim=1)]
-        return torch.cat(found, dim=1), None
+        # Activations are split by token, so a flattened batch would interleave its samples.
+        outs = [self._run(sample, whole) for sample in hidden_states.split(1, dim=1)]
+        return torch.cat(outs, dim=1), None
 
     def _run(self, hidden: Tensor, lengths: tuple[int, ...]) -> Tensor:
         sp, context, tp = self.groups.sp, self.groups.context, self.groups.tp
         # Tensors of inference mode cannot be saved for a backward pass.
         mode = torch.is_inference_mode_enabled()
         params: Any = _params(lengths, sp.size(), context.size(), context.rank(), hidden.device, mode)
-        tokens = own = params.sp_lengths[sp.rank()]
+        tokens = local = params.sp_lengths[sp.rank()]
         rows = max(1, tokens)
         if self.config.sequence_parallel:
             rows = max(1, -(-tokens // tp.size()))
-            own = min(max(0, tokens - tp.rank() * rows), rows)
-        if hidden.shape[:2] != (own, 1):
+            local = min(max(0, tokens - tp.rank() * rows), rows)
+        if hidden.shape[:2] != (local, 1):
             raise UserError.at(
                 f"GatedDeltaNet of layer {self.layer_number}",
                 found=f"states of shape {list(hidden.shape)}",
-                expected=f"[{own}, 1, hidden]",
+                expected=f"[{local}, 1, hidden]",
                 because=f"samples of {', '.join(map(str, lengths))} tokens are split over cp, sp and tp",
                 fix="give the tokens of `tokens_of`, and `lengths` of all samples of the replica",
             )
-        padded = F.pad(hidden, (0, 0, 0, 0, 0, rows - own)) if rows > own else hidden
+        padded = F.pad(hidden, (0, 0, 0, 0, 0, rows - local)) if rows > local else hidden
         out, _ = self.net(padded, hidden.new_empty(2, tokens, 0), params)
-        return out[:own] if rows > own else out
+        return out[:local] if rows > local else out
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> Any:
-        """Raise `UserError`: Megatron's `dist_checkpointing` would have to know how rows of several tensors, and copies
-        of key heads, are in one parameter.
+        """Raise `UserError`: Megatron's `dist_checkpointing` cannot describe a parameter with rows of several tensors
+        and copies of key heads.
         """
         fix = "save by `save_checkpoint` of megatron_hetero, with its `AdamW` or `SGD`"
-        raise UserError.at("GatedDeltaNet", problem="Megatron's dist_checkpointing does not know its parts", fix=fix)
+        raise UserError.at(
+            "GatedDeltaNet", problem="Megatron's dist_checkpointing cannot describe its parameters", fix=fix
+        )
 
 
 def packed_samples(lengths: Sequence[int]) -> Any:
-    """Return Megatron's `PackedSeqParams` of samples of `lengths` tokens, one after the other on all ranks of a
-    replica, with the attribute `lengths`: a `GatedDeltaNet` needs them on the host.
+    """Return Megatron's `PackedSeqParams` for consecutive samples of `lengths` tokens over all ranks of a replica, with
+    the attribute `lengths`, which `GatedDeltaNet` needs on the host.
     """
     from megatron_hetero.groups.megatron import PackedSeqParams
 
@@ -230,7 +234,7 @@ def packed_samples(lengths: Sequence[int]) -> Any:
 
 
 def _lengths_of(params: Any) -> tuple[int, ...]:
-    """Return the lengths of samples, padding between them included: it follows the tokens of each."""
+    """Return the lengths of samples, each including the padding after it."""
     if getattr(params, "lengths", None) is None:
         padded = getattr(params, "cu_seqlens_q_padded", None)
         params.lengths = tuple((params.cu_seqlens_q if padded is None else padded).diff().tolist())
@@ -239,17 +243,17 @@ def _lengths_of(params: Any) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def _params(lengths: tuple[int, ...], sp: int, cp: int, member: int, device: torch.device, inference: bool) -> Any:  # noqa: ARG001 (of the cache)
-    """Return what a delta net needs of a pack, once for all layers. `inference`: whether it is for inference mode."""
+    """Return the parameters of a pack, cached for all layers. `inference`: whether inference mode is enabled."""
     from megatron_hetero.models.layers.attention import AttentionParams
     from megatron_hetero.models.layers.segments import PackedSegments
 
-    of_members = tuple(map(len, zigzag_tokens(lengths, cp)))
-    cuts = np.arange(sp + 1) * of_members[member] // sp
-    return AttentionParams(PackedSegments.of(lengths, device), tuple(np.diff(cuts).tolist()), of_members, None, lengths)
+    cp_lengths = tuple(map(len, zigzag_tokens(lengths, cp)))
+    cuts = np.arange(sp + 1) * cp_lengths[member] // sp
+    return AttentionParams(PackedSegments.of(lengths, device), tuple(np.diff(cuts).tolist()), cp_lengths, None, lengths)
 
 
 def _require(part: Any, groups: Any) -> None:
-    """Check that sizes fit each other and the layout. Raises `UserError`."""
+    """Check that the sizes match each other and the layout. Raises `UserError`."""
     if not hasattr(groups, "context"):
         found, expected = type(groups).__name__, "the result of `Topology.collection`"
         because, fix = "tokens are exchanged over the groups of `sp` and `cp`", 'pass topology.collection("text")'

@@ -1,4 +1,4 @@
-"""Supported model families, ours and those of installed packages. To add one, see docs/extending.md."""
+"""Supported model families: our own and those of installed packages. To add one, see docs/extending.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_hetero.models.families.qwen3_vl_moe.family import QWEN3_VL_MOE
 from megatron_hetero.models.family import Family
 
 ENTRY_POINTS = "megatron_hetero.families"
-"""Group of entry points with which installed packages add families."""
+"""Entry-point group in which installed packages register families."""
 _FURTHER: tuple[Family, ...] = tuple(each.load() for each in entry_points(group=ENTRY_POINTS))
 _OWN = QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, QWEN3_5, QWEN3_5_MOE
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (*_OWN, *_FURTHER)}
@@ -21,7 +21,7 @@ FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (*_OWN
 
 
 def family_of(model_type: str) -> Family:
-    """Return the family of a whole model or of its language model alone. Raises `KeyError` for any other."""
+    """Return the family of a whole model or of a language model alone. Raises `KeyError` for unknown types."""
     for family in FAMILIES.values():
         if model_type in (family.model_type, *family.language_models):
             return family

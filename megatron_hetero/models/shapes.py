@@ -1,4 +1,4 @@
-"""Shapes of a model's modules, and the sample that section `plan` of the configuration assumes."""
+"""Shapes of a model's modules, and the sample that the section `plan` of the configuration describes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """Shapes of all encoders by name, the model's own first, and of the text module."""
+    """The shapes of all encoders by name, the model's own first, and of the text module."""
 
     encoders: Mapping[str, EncoderShape]
     text: TextShape
@@ -32,7 +32,7 @@ class ModelShapes:
     @classmethod
     def of(cls, folders: ModelFolders, further: Mapping[str, Path] | None = None) -> ModelShapes:
         """Return the shapes of the model in `folders` and of `further` encoders from folders of any family. Raises
-        `UserError` if an encoder's rows have another width, or it has outputs that the text module does not take.
+        `UserError` if an encoder's rows have another width than the text module, or an output does not enter it.
         """
         encoders, own = dict[str, EncoderShape](), folders.family
         for name in own.encoders.keys() & (further or {}).keys():
@@ -54,7 +54,7 @@ class ModelShapes:
             if encoder.out_hidden != text.hidden:
                 raise UserError.at(
                     file,
-                    found=f"vision_config.out_hidden_size = {encoder.out_hidden}",
+                    found=f"rows of {encoder.out_hidden} elements",
                     expected=f"{text.hidden}, the hidden size of the text module",
                     because=f"rows of encoder {name} go into its embedding",
                     fix="use an encoder made for a language model of that width",
@@ -84,8 +84,10 @@ class ModelShapes:
         """Return what a module does in the graph."""
         return TEXT if module == TEXT else "encoder"
 
-    def parts_of(self, module: str) -> tuple[str, ...]:
-        """Return the parts of a module that can be frozen: the module, and the projector of an encoder."""
+    def subsets_of(self, module: str) -> tuple[str, ...]:
+        """Return the names of the subsets of a module that can be frozen: the module itself, and an encoder's
+        projector.
+        """
         if module == TEXT:
             return (TEXT,)
         return module, "projector" if self.own == (module,) else f"{module}_projector"
@@ -99,31 +101,31 @@ class ModelShapes:
         return self.text if module == TEXT else self.encoders[module]
 
     def with_added(self, added: Mapping[str, Added]) -> ModelShapes:
-        """Return the shapes with these tensors beside those of folders, by module, and no others."""
+        """Return the shapes with exactly these added tensors, by module."""
         encoders = {name: replace(shape, added=added.get(name)) for name, shape in self.encoders.items()}
         return ModelShapes(encoders, replace(self.text, added=added.get(TEXT)))
 
     def module_shapes(self) -> dict[str, ModuleShape]:
-        """Return what layouts are validated against."""
-        found = {}
+        """Return what layouts are validated against, by module."""
+        shapes = dict[str, ModuleShape]()
         for name in self.modules:
             shape = self[name]
             heads, limits = (shape.architecture.heads, shape.architecture.kv_heads), shape.architecture.limits
             sizes = *heads, shape.hidden, shape.layers
-            found[name] = ModuleShape(name, *sizes, self.role(name), shape.views, shape.counts, limits)
-        return found
+            shapes[name] = ModuleShape(name, *sizes, self.role(name), shape.views, shape.counts, limits)
+        return shapes
 
 
 @dataclass(frozen=True)
 class AssumedSample:
-    """A sample of which nothing but sizes is known: the rows of its items, encoder by encoder, then its text, whose
-    last tokens are supervised.
+    """A sample of known sizes without contents: the rows of its items, encoder by encoder, then its text, whose last
+    tokens are supervised.
 
     Attributes:
-        sizes: sizes of the items' pieces, by encoder.
+        sizes: sizes of the pieces of items, by encoder.
         rows: number of rows, by encoder.
-        tokens: tokens of the sample, with those of rows.
-        supervised: tokens that the loss counts.
+        tokens: number of tokens, including rows.
+        supervised: number of supervised tokens.
     """
 
     sizes: Mapping[str, tuple[Size, ...]]
@@ -133,38 +135,38 @@ class AssumedSample:
 
     @property
     def text(self) -> int:
-        """Tokens of the sample without those of rows."""
+        """Number of tokens without rows."""
         return self.tokens - sum(self.rows.values())
 
     def positions(self, encoder: str) -> np.ndarray:
-        """Return the positions of the encoder's rows in the sample, int64."""
+        """Return the positions of an encoder's rows in the sample, int64 [rows]."""
         names = list(self.rows)
         first = sum(self.rows[name] for name in names[: names.index(encoder)])
         return np.arange(first, first + self.rows[encoder])
 
     def fitting(self, tokens: int, patches: int | None, shapes: ModelShapes) -> int:
-        """Return how many such samples a micro-batch of so many tokens, and patches for each encoder (None: any
-        number), has room for; at least 1.
+        """Return how many such samples fit into a micro-batch of `tokens` tokens and `patches` patches per encoder
+        (None: unlimited); at least 1.
         """
-        most = [tokens // self.tokens]
+        limits = [tokens // self.tokens]
         if patches is not None:
-            most += [patches // (rows * shapes.encoders[name].unit) for name, rows in self.rows.items() if rows]
-        return max(1, min(most))
+            limits += [patches // (rows * shapes.encoders[name].unit) for name, rows in self.rows.items() if rows]
+        return max(1, min(limits))
 
 
 def item_types(shapes: ModelShapes, encoder: str) -> Sequence[ItemType]:
-    """Return the types of items that an encoder takes: all if it is the model's own, else the first."""
+    """Return the item types of an encoder: all for the model's own encoders, the first for further ones."""
     encoders = family_of(shapes.encoders[encoder].family).encoders
     return encoders[encoder] if encoder in shapes.own else next(iter(encoders.values()))[:1]
 
 
 def assumed_sample(plan: EstimateConfig, shapes: ModelShapes) -> AssumedSample:
-    """Return the sample that section `plan` describes for a model of these shapes."""
-    of_types = {
+    """Return the sample that the section `plan` describes for a model of these shapes."""
+    items = {
         name: [(each.assumed(shape, plan), each.assumed_pieces(plan)) for each in item_types(shapes, name)]
         for name, shape in shapes.encoders.items()
     }
-    sizes = {name: tuple(size for size, count in found for _ in range(count)) for name, found in of_types.items()}
-    rows = {name: sum(shapes.encoders[name].rows(s) * n for s, n in found) for name, found in of_types.items()}
+    sizes = {name: tuple(size for size, count in pairs for _ in range(count)) for name, pairs in items.items()}
+    rows = {name: sum(shapes.encoders[name].rows(s) * n for s, n in pairs) for name, pairs in items.items()}
     tokens = plan.tokens + sum(rows.values())
     return AssumedSample(sizes, rows, tokens, min(tokens - 1, round(plan.supervised * plan.tokens)))

@@ -1,4 +1,4 @@
-"""Torch modules of encoders and of language models, whole or one pipeline stage of them, and their inputs."""
+"""Torch modules of encoders and language models, whole or one pipeline stage of them, and their inputs."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ class TextInput:
 
 
 Between = Callable[[Tensor], Tensor]
-"""A function from the hidden states after a layer to those that the next one takes."""
+"""Maps the hidden states after a layer to the input of the next layer."""
 
 
 class ModuleStage(torch.nn.Module):
-    """Torch module of a pipeline `stage`, or of a whole module (None). Ends are attributes with their names, except an
-    end that shares the weight of another end of the stage. `offload`: offloads the activations of layers.
+    """Torch module of a pipeline `stage`, by default of the whole module. Ends are attributes with their names, unless
+    they share the weight of another end of the stage. `offload`: offloads the activations of layers.
     """
 
     def __init__(
@@ -91,19 +91,19 @@ class ModuleStage(torch.nn.Module):
         self.stage = stage = stage or PipelineStage.whole(len(architecture.layers))
         self.offload, self.config, self.groups = offload, site.config, site.groups
         self.shards, self.itemsize = site.tp if site.splits_activations else 1, site.dtype.itemsize
-        own = [end for end in architecture.ends_of(stage) if not architecture.holds_copy(end, stage)]
-        if architecture.entry in own:
+        ends = [end for end in architecture.ends_of(stage) if not architecture.holds_copy(end, stage)]
+        if architecture.entry in ends:
             self.add_module(architecture.entry.name, architecture.build(architecture.entry.name, site))
         whole = site.recompute.whole_layers(len(stage.layers))
         self.layers = torch.nn.ModuleList(
             architecture.build(number, site, whole=place < whole) for place, number in enumerate(stage.layers)
         )
-        for end in own:
+        for end in ends:
             if end is not architecture.entry:
                 self.add_module(end.name, architecture.build(end.name, site))
 
     def units(self) -> tuple[Gathered, ...]:
-        """Return the parts of this stage whose weights are gathered separately, in the order in which they run."""
+        """Return the submodules of this stage whose weights are gathered separately, in execution order."""
         return tuple(Gathered(layer) for layer in self.layers)
 
     def _run(
@@ -114,8 +114,8 @@ class ModuleStage(torch.nn.Module):
         after: Mapping[int, Between],
         balance: Balance | None = None,
     ) -> Tensor:
-        """Run the layers of this stage, and its final norm if it has one, on `hidden` [S, 1, hidden]. `after`:
-        functions to call after layers, by their numbers in the whole module.
+        """Run the layers of this stage, and its final norm if any, on `hidden` [S, 1, hidden]. `after`: functions to
+        call after layers, by the layer's number in the whole module.
         """
         norms = [module for name, module in self.named_children() if name == "final_layernorm"]
         saving: AbstractContextManager[None] = nullcontext()
@@ -139,9 +139,9 @@ class EncoderModel(ModuleStage):
                                               | after some layers
                                               +-> merger of the layer -> rows of another output
 
-    The embedding is on the first stage, the merger on the last, the others where their layers are; hidden states of
-    patches pass between stages. Each rank computes on its own patches. With sequence-parallel activations over `tp` the
-    shard is padded to whole units per rank and each rank embeds its own share; padding neither enters attention nor
+    The embedding is on the first stage, the merger on the last, and each other merger on the stage of its layer. Hidden
+    states of patches pass between stages. Each rank computes on its local patches. If activations are split over tp,
+    the shard is padded to whole units per rank and each rank embeds its share. Padding neither enters attention nor
     leaves the module.
     """
 
@@ -161,15 +161,16 @@ class EncoderModel(ModuleStage):
         self.outputs = [end for end in ends if end.output]
 
     def forward(self, batch: EncoderInput, hidden: Tensor | None = None) -> Tensor | dict[str, Tensor]:
-        """Run this stage on a micro-batch. The last stage returns the rows of this rank's units, [units, out_hidden],
-        without padding; the others return the next stage's `hidden`. A stage with further outputs returns all by name:
-        `HIDDEN` or `ROWS` first, then those.
+        """Run this stage on a micro-batch.
+
+        The last stage returns the rows of this rank's units [units, out_hidden] without padding, other stages the
+        `hidden` of the next stage. A stage with further outputs returns them all by name, after `HIDDEN` or `ROWS`.
 
         `hidden`: the result of the previous stage, of shape `hidden_shape`; None on the first stage.
         """
         if self.stage.is_first:
             hidden = self.enter(batch)
-        assert hidden is not None, "stages after the first take hidden states"
+        assert hidden is not None, "stages after the first need hidden states"
         others: dict[str, Tensor] = {}
         hidden = self.run_layers(batch, hidden, others)
         last = next((end for end in self.outputs if end.at == "last"), None)
@@ -182,21 +183,21 @@ class EncoderModel(ModuleStage):
         return patches // self.shards, 1, self.shape.hidden
 
     def enter(self, batch: EncoderInput) -> Tensor:
-        """Embed this rank's patches on the first stage, with what its other ends add for positions. Returns
-        `hidden_shape`.
+        """Embed this rank's patches on the first stage, and add the embeddings of their positions, if any. Returns a
+        tensor of `hidden_shape`.
         """
         assert batch.patches is not None, "the first stage embeds patches"
         hidden = self.get_submodule(self._entry)(batch.patches).unsqueeze(1)
         for name in self._added:
-            # Each tp rank embeds a share of the shard where activations are split.
+            # If activations are split, each tp rank embeds a share of the shard.
             start = len(hidden) * self.groups.tp.rank() if self.shards > 1 else 0
-            own = batch.positions[:, start : start + len(hidden)]
-            positions = F.pad(own, (0, len(hidden) - own.shape[1]))
+            local = batch.positions[:, start : start + len(hidden)]
+            positions = F.pad(local, (0, len(hidden) - local.shape[1]))
             hidden = hidden + self.get_submodule(name)(positions).to(hidden.dtype).unsqueeze(1)
         return hidden
 
     def run_layers(self, batch: EncoderInput, hidden: Tensor, others: dict[str, Tensor]) -> Tensor:
-        """Run the layers of this stage, and fill `others` with the rows of outputs of earlier layers than the last."""
+        """Run the layers of this stage, and put the rows of outputs after inner layers into `others`."""
         table = self.shape.rotary.table(batch.positions)
         after = {end.at: partial(self._merge, batch, end, others) for end in self.outputs if isinstance(end.at, int)}
         return self._run(hidden, table, batch.attention, after)
@@ -214,12 +215,11 @@ class TextModel(ModuleStage):
     """A language model with multimodal rotary embedding, or one pipeline `stage` of it.
 
         first stage    tokens -> embed -> enter (with rows) -> layers -> hidden
-        others         hidden of the stage before           -> layers -> hidden
+        others         hidden of the previous stage         -> layers -> hidden
         last stage                                             ... and final norm -> loss of supervised positions
 
-    Rows of outputs that enter after a layer are added there, on the stage that has it. If head and embedding share
-    their weight but not their stage, the last stage has a copy, `output_layer.weight`, which the training loop has to
-    keep equal.
+    Rows that enter after a layer are added on the stage of that layer. If head and embedding share their weight but are
+    on different stages, the last stage has a copy, `output_layer.weight`, which the training loop keeps equal.
     """
 
     embedding: Any
@@ -231,25 +231,27 @@ class TextModel(ModuleStage):
         super().__init__(shape.architecture, site, stage, offload)
         self.shape = shape
         if shape.tied and (self.stage.is_first or self.stage.is_last):
-            # Autograd gets zeros where the gradient has been added to `main_grad`.
+            # Its placeholder gradients must be zeros, see `gradient_of_weight`.
             self._head_weight.zero_out_wgrad = True
 
     def forward(
         self, batch: TextInput, hidden: Tensor, rows: Tensor | Mapping[str, Tensor] | None = None
     ) -> StageOutput:
-        """Run this stage on a micro-batch. The last stage returns the sum of the losses of the shard's supervised
-        tokens, fp32 [], equal on all tp ranks; the others return the next stage's `hidden`. If the loss balances
-        experts, the last stage returns it under `LOSS`, and what balance adds among `METRICS`, as `balance_loss`.
+        """Run this stage on a micro-batch.
+
+        The last stage returns the sum of the losses of the shard's supervised tokens, fp32 [], equal on all tp ranks;
+        other stages return the `hidden` of the next stage. If the loss balances experts, the last stage returns the
+        total under `LOSS` and the balance loss under `METRICS` as `balance_loss`.
 
         Args:
             batch: this rank's tokens.
-            hidden: the result of `embed` on the first stage, else that of the previous stage, of shape `hidden_shape`.
-            rows: rows that enter on this stage, in the order of `batch.rows_at`: those of `ROWS` on the first stage, or
-                several outputs by name. Outputs that are missing add nothing.
+            hidden: the result of `embed` on the first stage, else of the previous stage, of shape `hidden_shape`.
+            rows: rows that enter on this stage, in the order of `batch.rows_at`: rows of `ROWS` on the first stage, or
+                of several outputs by name. Missing outputs add nothing.
         """
         by_output = {ROWS: rows} if isinstance(rows, Tensor) else dict(rows or {})
         if self.stage.is_first:
-            assert ROWS in by_output, "the first stage takes rows, at least an empty tensor"
+            assert ROWS in by_output, "the first stage needs rows, possibly an empty tensor"
             hidden = self.enter(batch, hidden, by_output.pop(ROWS))
         balance = None if batch.balanced is None else Balance(batch.balanced, self._experts)
         if balance is not None and not self.stage.is_first:
@@ -264,7 +266,7 @@ class TextModel(ModuleStage):
         return {LOSS: loss + added, METRICS: {"balance_loss": added}}
 
     def take_loads(self) -> dict[int, Tensor]:
-        """Return for each sparse layer of this stage, by its number, `ExpertMLPModule.take_loads`."""
+        """Return `ExpertMLPModule.take_loads` of each sparse layer of this stage, by its number in the whole module."""
         layers: list[Any] = list(self.layers)
         return {each.number: each.mlp.take_loads() for each in layers if hasattr(each.mlp, "take_loads")}
 
@@ -273,8 +275,8 @@ class TextModel(ModuleStage):
         return self.shape.counts["experts"]
 
     def hidden_shape(self, batch: TextInput) -> tuple[int, int, int]:
-        """Return the shape of hidden states between stages: [S, 1, hidden], or [S / tp, 1, hidden] with
-        sequence-parallel activations, with more rows if the loss balances experts (`Balance.leave`).
+        """Return the shape of hidden states between stages: [S, 1, hidden], or [S / tp, 1, hidden] where activations
+        are split over tp, with further rows if the loss balances experts (see `Balance.leave`).
         """
         rows, width = len(batch.tokens) // self.shards, self.shape.hidden
         if batch.balanced is not None:
@@ -282,7 +284,7 @@ class TextModel(ModuleStage):
         return rows, 1, width
 
     def units(self) -> tuple[Gathered, ...]:
-        """See `ModuleStage.units`; the embedding is the first."""
+        """Return the embedding, if this is the first stage, and then the layers; see `ModuleStage.units`."""
         if not self.stage.is_first:
             return super().units()
         return (Gathered(self.embedding, read_again=self._shares_weight, in_backward=False), *super().units())
@@ -298,20 +300,18 @@ class TextModel(ModuleStage):
         return self.embedding.word_embeddings.weight if tied else self.output_layer.weight
 
     def embed(self, batch: TextInput) -> Tensor:
-        """Embed the tokens on the first stage, without rows. Returns `hidden_shape`."""
+        """Embed the tokens on the first stage, without rows. Returns a tensor of `hidden_shape`."""
         return self.embedding(batch.tokens)
 
     def enter(self, batch: TextInput, embedded: Tensor, rows: Tensor) -> Tensor:
-        """Put rows into the result of `embed`. `rows`: [rows of this rank, hidden], in the order of
-        `batch.rows_at[ROWS]`.
-        """
+        """Put `rows` [rows of this rank, hidden], in the order of `batch.rows_at[ROWS]`, into the result of `embed`."""
         return embedded.squeeze(1).index_copy(0, batch.rows_at[ROWS], rows).unsqueeze(1)
 
     def run_layers(
         self, batch: TextInput, hidden: Tensor, added: Mapping[str, Tensor], balance: Balance | None = None
     ) -> Tensor:
-        """Run the layers of this stage, and the final norm on the last one. `added`: rows to add after layers of this
-        stage, by output, each [rows of this rank, hidden]. `balance`: statistics of sparse layers, which grow.
+        """Run the layers of this stage, and the final norm on the last stage. `added`: rows [rows of this rank, hidden]
+        to add after layers of this stage, by output. `balance`: collects the statistics of sparse layers.
         """
         after = {self._entry(name): partial(_add, batch.rows_at[name], rows) for name, rows in added.items()}
         return self._run(hidden, self.shape.rotary.table(batch.positions), batch.attention, after, balance)
@@ -324,7 +324,7 @@ class TextModel(ModuleStage):
         return layer
 
     def loss(self, batch: TextInput, hidden: Tensor) -> Tensor:
-        """Return the sum of token losses from the result of the last stage's layers. Fills `batch.hits`."""
+        """Return the sum of token losses for the output of the last stage's layers. Fills `batch.hits`."""
         tp = self.groups.tp
         if self.shards > 1:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=tp)

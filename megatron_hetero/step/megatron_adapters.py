@@ -157,7 +157,7 @@ def _attach(layer: Any, name: str, of_ranks: Sequence[Pieces], groups: Any, r: i
     from megatron_hetero.groups.megatron import tensor_parallel
     from megatron_hetero.models.adapters import Lora
     from megatron_hetero.models.layers.backend import TORCH
-    from megatron_hetero.models.layers.low_rank import LowRank, LowRankShape, Rows
+    from megatron_hetero.models.layers.low_rank import BRows, LowRank, LowRankShape
     from megatron_hetero.models.layers.parts import Site
 
     by_input, config = isinstance(layer, tensor_parallel.RowParallelLinear), layer.config
@@ -165,9 +165,9 @@ def _attach(layer: Any, name: str, of_ranks: Sequence[Pieces], groups: Any, r: i
     kinds = list(dict.fromkeys(kind for pieces in of_ranks for kind, _ in pieces))
     columns = [_columns(weight, rank) if by_input else None for rank in range(tp.size())]
     slices = [_slices(pieces, kinds, r, own) for pieces, own in zip(of_ranks, columns, strict=True)]
-    rows, at = list[Rows](), 0
+    rows, at = list[BRows](), 0
     for kind, (start, stop) in of_ranks[tp.rank()]:
-        rows.append(Rows((at, at + stop - start), kinds.index(kind)))
+        rows.append(BRows((at, at + stop - start), kinds.index(kind)))
         at += stop - start
     shape = LowRankShape(
         inputs=weight.shape[1],

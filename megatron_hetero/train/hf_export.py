@@ -18,11 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hetero.base.errors import UserError
+from megatron_hetero.config.fields import unused
 from megatron_hetero.groups.collective import FIRST, on_first
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.model_files import Companions, require_writable
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_map import Interval, TensorSlice, extract_slice
+from megatron_hetero.job.job import JobSpec
+from megatron_hetero.layout.names import TEXT
+from megatron_hetero.models.adapter_writers import adapter_tensors, adapter_writer, merging_writer
+from megatron_hetero.models.adapters import has_adapters
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import Writer, model_writer, stored_shapes
 from megatron_hetero.step.module import TrainedModule
@@ -158,3 +163,31 @@ def assemble(parts: Iterable[OwnedSlices], shapes: Mapping[str, tuple[int, ...]]
             if missing[tensor_slice.name] == 0:
                 yield tensor_slice.name, growing.pop(tensor_slice.name).view(shape)
     assert not growing, f"weight map leaves holes in {sorted(growing)}"
+
+
+def writer_of(job: JobSpec) -> tuple[Writer, Collection[str] | None]:
+    """Return the writer of a job's export, and the stored tensors that it writes; None for all."""
+    shapes, config, trained = job.shapes, job.config, _trained(job)
+    if not has_adapters(shapes):
+        return model_writer, None
+    if config.export.merge:
+        return merging_writer, None
+    try:
+        only = adapter_tensors(shapes, trained)
+    except UserError:  # The run exports nothing: `require_exportable` has not checked it.
+        return merging_writer, None
+    bases = {TEXT: config.model.hf_path, **config.further_folders}
+    return partial(adapter_writer, trained=trained, bases=bases), only
+
+
+def require_exportable(job: JobSpec) -> None:
+    """Check that an export can have what trains. Raises `UserError`."""
+    merge, adapters = job.config.export.merge, has_adapters(job.shapes)
+    if merge and not adapters:
+        raise unused("export.merge", merge, "no module has adapters", "remove it, or set lora.r of a module")
+    if adapters and not merge:
+        adapter_tensors(job.shapes, _trained(job))
+
+
+def _trained(job: JobSpec) -> frozenset[str]:
+    return frozenset(stored_shapes(job.shapes)) - job.frozen.tensors

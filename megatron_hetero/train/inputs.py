@@ -30,10 +30,10 @@ from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.layout.names import TEXT
-from megatron_hetero.models.adapter_export import lora_of
+from megatron_hetero.models.adapters import lora_of
 from megatron_hetero.models.layers.packages import package_facts
 from megatron_hetero.models.weights import companions_of, open_encoders, open_modules
-from megatron_hetero.train.adapter_export import require_exportable
+from megatron_hetero.train.hf_export import require_exportable
 from megatron_hetero.train.log import unwritable
 
 PACKAGES = (

@@ -15,8 +15,7 @@ from megatron_hetero.base.outputs import BAD_RECORDS
 from megatron_hetero.checkpoint.resume import Resumed
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.data.loader import StepBatch, StepLoader
-from megatron_hetero.train.adapter_export import writer_of
-from megatron_hetero.train.hf_export import export_model
+from megatron_hetero.train.hf_export import export_model, writer_of
 from megatron_hetero.train.inputs import Inputs
 from megatron_hetero.train.log import Writer
 from megatron_hetero.train.trainer import Trainer

@@ -24,7 +24,7 @@ from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.adapters import adapters_text
 from megatron_hetero.models.layers.backend import backend_notices
 from megatron_hetero.models.layers.compiled import require_compiler
-from megatron_hetero.models.weights import own_projectors, tensors_of_parts
+from megatron_hetero.models.weights import own_projectors, tensors_by_subset
 from megatron_hetero.schedule.contract import ModuleOnRank
 from megatron_hetero.step.algorithms import SGD, AdamW, Algorithm
 from megatron_hetero.step.family_module import build_module
@@ -146,7 +146,7 @@ def _require_trained_projector(job: JobSpec, resumed: Resumed) -> None:
     """Check that all of a fresh projector is trained, in this run or before. Raises `UserError`."""
     frozen = [name for name in own_projectors(job.shapes) if name in job.frozen.tensors]
     if resumed.step == 0 and job.folders.fresh_projector and frozen:
-        part = next(part for part, names in tensors_of_parts(job.shapes).items() if frozen[0] in names)
+        part = next(part for part, names in tensors_by_subset(job.shapes).items() if frozen[0] in names)
         which = part if not job.frozen.trains(part) else f"{part} ({listed(frozen)})"
         where = "model.train" if job.config.model.train else "model.freeze"
         problem = f"{which} is frozen, but starts with random weights"

@@ -125,7 +125,7 @@ def test_compiled_functions_are_as_many_kernels_as_are_counted(function: Callabl
 def rotated(function: Callable[..., Any], tokens: int) -> list[Any]:
     """What one of `layers.rotary` takes, of so many tokens: groups of 3 queries, padding behind them in two parts."""
     cosines, sines = torch.randn(2, tokens, 8)
-    order = Order.of_parts((2, tokens), 2, tokens, torch.device("cpu"))
+    order = Order.of_chunks((2, tokens), 2, tokens, torch.device("cpu"))
     if function is rotary.heads_turned:
         return [torch.randn(2 * tokens + 4, 1, 2, 5 * 8), cosines, sines, 8, order.rows]
     if function is rotary.heads_turned_back:

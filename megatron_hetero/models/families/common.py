@@ -1,8 +1,9 @@
-"""What families share: items, positions, names of stored tensors, and checks of configurations."""
+"""Shared code of families: items, positions, names of stored tensors, and checks of configurations."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -33,13 +34,13 @@ SUPPORTED: dict[str, Only] = {
     "transformers_weights": Only((None, SINGLE, INDEX), because="other files are not read", fix=_RENAME),
     "tie_word_embeddings": Only((True, False), because="the head has the embedding's weights or its own"),
 }
-"""Keys of `config.json`, anywhere in it, with the only values that are supported."""
+"""Keys anywhere in `config.json`, each with its supported values."""
 Expectation = tuple[str, object, object]
-"""The subject of a check in words, the value found, and the value expected."""
+"""The name of a checked value, the value found, and the value expected."""
 
 
 def require(folder: Path, title: str, expectations: Iterable[Expectation]) -> None:
-    """Check the configuration in `folder`, of the family `title`. Raises `UserError` at the first difference."""
+    """Check the configuration in `folder` of the family `title`. Raises `UserError` at the first difference."""
     for name, found, expected in expectations:
         if found != expected:
             raise UserError.at(
@@ -52,7 +53,7 @@ def require(folder: Path, title: str, expectations: Iterable[Expectation]) -> No
 
 
 def of_vision(vision: Any, text: Any) -> tuple[Expectation, ...]:
-    """Expectations of any family's encoder. `text`: the language model of the same folder."""
+    """Return the expectations of any family's encoder. `text`: the language model of the same folder."""
     rope, head_dim = vision.rope_parameters or {}, vision.hidden_size // vision.num_heads
     rope_type = rope.get("rope_type", "default")
     return (
@@ -71,7 +72,9 @@ def of_vision(vision: Any, text: Any) -> tuple[Expectation, ...]:
 def of_text(
     text: Any, rotary_width: int, sections: Sequence[int], kinds: Sequence[str] = ("full_attention",)
 ) -> tuple[Expectation, ...]:
-    """Expectations of any family's language model. `sections`: the default of `mrope_section`. `kinds` of layers."""
+    """Return the expectations of any family's language model. `sections`: default of `mrope_section`; `kinds`:
+    supported kinds of layers.
+    """
     rope = text.rope_parameters or {}
     layer_types = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     windows = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
@@ -96,15 +99,45 @@ def of_text(
 
 
 def positive(name: str, values: Any, *keys: str) -> Iterator[Expectation]:
-    """Expectations that attributes or items of `values`, if given, are above 0."""
+    """Yield the expectations that attributes or items of `values`, if set, are above 0."""
     for key in keys:
         value = values.get(key) if isinstance(values, dict) else getattr(values, key, None)
         if value is not None and not 0 < value < math.inf:
             yield f"{name}.{key}", value, "a number above 0"
 
 
+def of_experts(text: Any, *widths: str) -> tuple[Expectation, ...]:
+    """Return the expectations of a language model with experts. `widths`: keys that must be above 0."""
+    return (
+        *positive("text_config", text, "num_experts", "num_experts_per_tok", *widths),
+        ("text_config.num_experts_per_tok beyond num_experts", max(0, text.num_experts_per_tok - text.num_experts), 0),
+    )
+
+
+def expert_fields(text: Any) -> dict[str, int]:
+    """Return the fields of an `ExpertShape` from the configuration of a language model."""
+    return {
+        "experts": text.num_experts,
+        "experts_per_token": text.num_experts_per_tok,
+        "expert_ffn": text.moe_intermediate_size,
+    }
+
+
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+def fused_expert(name: str) -> tuple[str, int] | None:
+    """Return the fused tensor that contains a matrix of an expert, and the expert's index in it; None for any other
+    tensor. Gates and ups of a layer are one fused tensor, downs another.
+    """
+    if (match := _EXPERT.fullmatch(name)) is None:
+        return None
+    experts, number, kind = match.groups()
+    return f"{experts}.{'down' if kind == 'down' else 'gate_up'}_proj", int(number)
+
+
 ENCODER, TEXT = "visual.", "model."
-"""Prefixes of the tensors of an encoder and of a language model, as in older folders."""
+"""Prefixes of the tensors of an encoder and of a language model in older folders."""
 _NESTED = {ENCODER: f"model.{ENCODER}", TEXT: "model.language_model."}
 
 
@@ -117,7 +150,7 @@ def canonical_name(stored: str) -> str:
 
 
 def nested_name(name: str) -> str:
-    """Return the name of tensor `name` in folders that nest both modules; the inverse of `canonical_name`."""
+    """Return the name of a tensor in folders that nest both modules: the inverse of `canonical_name`."""
     for flat, nested in _NESTED.items():
         if name.startswith(flat):
             return nested + name.removeprefix(flat)
@@ -134,16 +167,41 @@ PICTURES = Pictures(_image_processor)
 
 
 class PictureFamily(Family):
-    """Base of families whose encoder takes pictures and whose folders name tensors as those of Qwen-VL."""
+    """Base of families with an encoder of pictures whose folders name tensors like Qwen-VL's."""
 
     built = SUPPORTED
     tokens = IMAGE_TOKENS
     encoders = MappingProxyType({"vision": (PICTURES,)})
 
     def positions(self, tokens: int, starts: np.ndarray, blocks: Sequence[Block], /) -> np.ndarray:
-        """Return the positions of text, pictures and videos, see `rope_positions`."""
+        """Return the rotary positions of text, pictures and videos, see `rope_positions`."""
         return rope_positions(tokens, starts, blocks)
 
     def canonical_name(self, stored: str, /) -> str:
-        """Return the name in folders that do not nest modules."""
+        """Return the name that folders without nested modules use."""
         return canonical_name(stored)
+
+    def joined(self, text: Any, encoder: Any, text_alone: bool) -> Any:
+        """Return the joint configuration, see `Family.joined`."""
+        from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+        if text_alone:
+            excluded = ("architectures", "model_type", "transformers_version")
+            text_config = {name: value for name, value in text.to_dict().items() if name not in excluded}
+            head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+            text_config["rope_parameters"] = self.rope_settings(head_dim) | dict(text_config["rope_parameters"])
+        else:
+            text_config = text.text_config.to_dict()
+        return self.config_class(self.model_type)(
+            text_config=text_config,
+            vision_config=self.encoder_settings(encoder) | {"out_hidden_size": text_config["hidden_size"]},
+            tie_word_embeddings=text.tie_word_embeddings,
+            architectures=[MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[self.model_type]],
+            **{name: getattr(text, name) for name in (() if text_alone else self.tokens)},
+        )
+
+    def encoder_settings(self, config: Any) -> dict[str, Any]:
+        """Return `vision_config` of a model of this family with the encoder of `config`, a whole model's configuration
+        of this family or of one of `encoders_of`.
+        """
+        return {name: value for name, value in config.vision_config.to_dict().items() if name != "model_type"}

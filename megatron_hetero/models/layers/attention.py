@@ -1,19 +1,24 @@
 """Self-attention over packed sequences under every axis, as a value and as its torch module.
 
-Shape suffixes: n tokens of this rank without padding, S tokens with padding, H heads of this rank, D elements per head,
-K keys that this rank's queries see.
+Shape suffixes:
+    n  tokens of this rank without padding
+    S  tokens with padding; S / tp where activations are split over tp
+    H  heads of this rank
+    D  elements per head
+    G  groups of heads of this rank: a key/value head with its query heads
+    K  keys that this rank's queries see
 
-Queries and keys are rotated by a table with one entry per token, which serves 2-D and multimodal positions of packed
+Queries and keys are rotated by a table with one entry per token, which covers 2-D and multimodal positions of packed
 samples. Padding never enters attention. `megatron_hetero.models.layers.segments` has the exchanges under `sp` and `cp`.
-A sequence is assigned to the members of `cp` first, the tokens of each of them to the members of `sp`:
+A sequence is divided over the members of `cp` first, then the tokens of each member over `sp`:
 
-    own tokens, own heads    -- sp: heads for tokens -->    the cp member's tokens, 1 / sp of the heads
-                             -- cp: gather keys ------->    and the keys and values that these tokens see
-                             -- attention, on segments -->
-                             -- sp: tokens for heads -->    own tokens, own heads
+    local tokens, local heads  -- sp: heads for tokens -->   the cp member's tokens, 1 / sp of the heads
+                               -- cp: gather keys ------->   plus the keys and values that these tokens see
+                               -- attention per segment -->
+                               -- sp: tokens for heads -->   local tokens, local heads
 
-A forward pass takes two all-to-alls where sp > 1 and one all-gather where cp > 1; the backward pass two all-to-alls and
-one reduce-scatter. Layers with window attention take none.
+The forward pass has two all-to-alls if sp > 1 and one all-gather if cp > 1, the backward pass two all-to-alls and one
+reduce-scatter. Layers with window attention exchange nothing.
 """
 
 from __future__ import annotations
@@ -39,10 +44,10 @@ from megatron_hetero.models.layers.norms import Norm
 from megatron_hetero.models.layers.overlapped import (
     Ahead,
     Overlapping,
-    first_in_parts,
+    chunk_sizes,
+    first_in_chunks,
     gather_ahead,
-    parts_of,
-    second_in_parts,
+    second_in_chunks,
 )
 from megatron_hetero.models.layers.parts import AttentionPart, Operations, Site, Tokens, kinds, named
 from megatron_hetero.models.layers.recompute import not_saving, recompute
@@ -62,11 +67,11 @@ class AttentionParams:
 
     Attributes:
         full: segments of this rank's `cp` member.
-        sp_lengths: tokens without padding of each `sp` member of that `cp` member.
+        sp_lengths: tokens without padding of each `sp` member of this `cp` member.
         cp_lengths: tokens of each `cp` member.
-        windows: sequences of this rank's own shard, for layers with window attention.
-        lengths: tokens of each whole sequence, by default those of `full`, which has chunks of sequences under `cp`.
-        ids: of this rank's shard, for dropout; None without any.
+        windows: windows of this rank's shard, for layers with window attention.
+        lengths: tokens of each whole sequence. Without cp, the default is the lengths of `full`.
+        ids: token ids of this rank's shard, for dropout; None without dropout.
     """
 
     full: PackedSegments
@@ -78,7 +83,7 @@ class AttentionParams:
 
     @cached_property
     def sequences(self) -> Sequences:
-        """Whole sequences of the pack, for layers that run along each of them."""
+        """Whole sequences of the pack, for layers with a recurrence along each sequence."""
         members, segments = max(1, len(self.cp_lengths)), self.full.segments
         assert self.lengths or members == 1 or not sum(self.cp_lengths), "chunks of sequences of unknown lengths"
         return Sequences(self.lengths or segments.queries, self.full.cu_seqlens_q.device, members)
@@ -86,13 +91,22 @@ class AttentionParams:
 
 @dataclass(frozen=True)
 class SelfAttention(AttentionPart):
-    """Softmax attention with rotary embedding, as a part of a layer. Sizes are in elements.
+    """Softmax attention with rotary embedding, as a part of a layer.
 
-    `stored`: names of the stored projections: queries, keys and values, or one tensor of all three in that order; then
-    the output. Tokens see their window if `windowed`, what precedes them in their sequence if `causal`, else the whole
-    sequence. `head_norm`: norm of each head of queries and keys, stored as `norm_names`. `gated`: the output is
-    multiplied by the sigmoid of a gate, whose rows follow those of the query head by head (Qiu et al. 2025, arXiv
-    2505.06708).
+    Attributes:
+        hidden: width of a token.
+        heads: query heads.
+        kv_heads: key/value heads.
+        head_dim: elements of a head.
+        stored: names of the stored projections: queries, keys and values (or one tensor of all three), then the output.
+        causal: whether tokens see only earlier tokens of their sequence, else the whole sequence.
+        windowed: whether tokens see only their window.
+        qkv_bias: whether queries, keys and values have a bias.
+        out_bias: whether the output has a bias.
+        head_norm: norm of each head of queries and keys, if any.
+        norm_names: stored names of the norms of queries and of keys.
+        gated: whether the output is multiplied by the sigmoid of a gate, whose rows in the stored projection follow
+            the rows of the query head by head (Qiu et al. 2025, arXiv 2505.06708).
     """
 
     hidden: int
@@ -109,11 +123,11 @@ class SelfAttention(AttentionPart):
     gated: bool = False
 
     def kv_copies(self, tp: int) -> int:
-        """Copies of each key/value head under `tp`: the least number with which tp divides the heads."""
+        """Return the copies of each key/value head under `tp`: the fewest such that tp divides the number of heads."""
         return math.lcm(self.kv_heads, tp) // self.kv_heads
 
     def tensors(self) -> TensorShapes:
-        """Return projections, each with its bias, and norms of heads before the output projection."""
+        """Return the projections, each followed by its bias, with the norms of heads before the output projection."""
         keys = self.kv_heads * self.head_dim
         *first, out = self.stored
         sizes = (self._query_rows, keys, keys) if len(first) == 3 else (self._query_rows + 2 * keys,)
@@ -128,10 +142,10 @@ class SelfAttention(AttentionPart):
         return result | ({f"{out}.bias": (self.hidden,)} if self.out_bias else {})
 
     def slices(self, stored: str, share: Share) -> WeightMap:
-        """Split heads of queries, with (copies of) the keys and values that they use."""
+        """Split query heads over the ranks, with the (copied) key/value heads that they use."""
         out, width = stored + self.stored[-1], self.heads // share.ranks * self.head_dim
-        own = share.rank * width, (share.rank + 1) * width
-        result: dict[str, Any] = {"linear_proj.weight": columns(f"{out}.weight", self.hidden, own)}
+        local = share.rank * width, (share.rank + 1) * width
+        result: dict[str, Any] = {"linear_proj.weight": columns(f"{out}.weight", self.hidden, local)}
         if self.out_bias:
             result["linear_proj.bias"] = whole(f"{out}.bias", self.hidden)
         for kind in kinds(self.qkv_bias):
@@ -142,37 +156,42 @@ class SelfAttention(AttentionPart):
 
     @property
     def _query_rows(self) -> int:
-        """Rows of the projection to queries, and to gates."""
+        """Rows of the projection to queries, including gates."""
         return self.heads * self.head_dim * (1 + self.gated)
 
     def _head_norms(self) -> Sequence[tuple[str, Norm]]:
         return [] if self.head_norm is None else [(name, self.head_norm) for name in self.norm_names]
 
     def _groups(self, stored: str, kind: str, share: Share) -> list[tuple[str, tuple[int, int]]]:
-        """Return for each key/value head of a rank, or copy of one, its query heads, k, v, and the queries' gates."""
-        *first, _ = self.stored
-        q, k, v = (f"{stored}{name}.{kind}" for name in (first if len(first) == 3 else first * 3))
-        # First heads of keys and of values.
-        k_at = 0 if len(first) == 3 else self._query_rows // self.head_dim
-        v_at = 0 if len(first) == 3 else k_at + self.kv_heads
+        """Return a rank's rows of the projections, group by group: query heads, key, value, then gates.
+
+        Each key/value head of the rank, or copy of one, forms a group with its query heads.
+        """
+        *names, _ = self.stored
+        is_fused, dim = len(names) == 1, self.head_dim
+        q, k, v = (f"{stored}{name}.{kind}" for name in (names * 3 if is_fused else names))
+        first_k = self._query_rows // dim if is_fused else 0
+        first_v = first_k + self.kv_heads if is_fused else 0
+
+        def head(tensor: str, number: int) -> tuple[str, tuple[int, int]]:
+            return tensor, (number * dim, (number + 1) * dim)
+
         copies = self.kv_copies(share.ranks)
         groups = self.kv_heads * copies
-        heads, dim = self.heads // groups, self.head_dim
-        parts = []
+        heads, result = self.heads // groups, list[tuple[str, tuple[int, int]]]()
         for group in range(groups * share.rank // share.ranks, groups * (share.rank + 1) // share.ranks):
-            kv, first, last = group // copies, group * heads, (group + 1) * heads
-            gated = range(2 * first, 2 * last) if self.gated else ()  # Each head's query, then its gate.
-            queries_and_gates = [(q, (at * dim, (at + 1) * dim)) for at in gated]
-            parts += [
-                *(queries_and_gates[::2] or [(q, (first * dim, last * dim))]),
-                (k, ((k_at + kv) * dim, (k_at + kv + 1) * dim)),
-                (v, ((v_at + kv) * dim, (v_at + kv + 1) * dim)),
-                *queries_and_gates[1::2],
-            ]
-        return parts
+            kv, queries = group // copies, range(group * heads, (group + 1) * heads)
+            if self.gated:  # In the stored tensor each query head is followed by its gate.
+                result += [head(q, 2 * number) for number in queries]
+            else:
+                result.append((q, (queries.start * dim, queries.stop * dim)))
+            result += [head(k, first_k + kv), head(v, first_v + kv)]
+            if self.gated:
+                result += [head(q, 2 * number + 1) for number in queries]
+        return result
 
     def operations(self, tokens: Tokens) -> Operations:
-        """Count projections, and for each pair of tokens that meet its score and the weighted value."""
+        """Count the projections, and for each pair of tokens that see each other the score and the weighted value."""
         if self.windowed:
             within = sum(tokens.windows)
             assert within == tokens.total, f"sequences hold {tokens.total} tokens, windows {within}"
@@ -189,8 +208,8 @@ class SelfAttention(AttentionPart):
 
 
 class TorchAttention(torch.nn.Module):
-    """A Megatron `core_attention` by one of `megatron_hetero.models.layers.kernels`: `kernel`, or the one for the
-    device and dtype of the queries. It takes any number of heads, so that it can follow an exchange of heads.
+    """A Megatron `core_attention` that calls `kernel`, or the kernel of `megatron_hetero.models.layers.kernels` for the
+    device and dtype of the queries. It accepts any number of heads, as after an exchange of heads.
     """
 
     def __init__(
@@ -216,12 +235,54 @@ class TorchAttention(torch.nn.Module):
         packed_seq_params: PackedSegments,
         **_: Any,
     ) -> Tensor:
-        """Attention inside each segment of `packed_seq_params`; returns [n, H * D]."""
+        """Compute attention inside each segment of `packed_seq_params`; returns [n, H * D]."""
         kernel = self.kernel or kernel_for(q_nHD.device, q_nHD.dtype, q_nHD.shape[2])
         return kernel(q_nHD, k_KHD, v_KHD, packed_seq_params, causal=self.causal).flatten(1)
 
 
-class PackedSelfAttention(Overlapping):
+class TokenMixer(Overlapping):
+    """Base of the torch modules of attention parts: a projection, an exchange of information between tokens, and a
+    projection back, whose exchanges over tp can overlap with the products.
+    """
+
+    tp_group: dist.ProcessGroup
+
+    def forward(self, hidden: Tensor, table_2nD: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor | None]:
+        """Compute `hidden` [S, 1, hidden] to the output in the same shape, and a bias that the caller adds.
+
+        `table_2nD`: cosines and sines of the rotary embedding.
+        """
+        first, second = self.linears()
+        chunks, tokens = chunk_sizes(self, len(hidden)), table_2nD.shape[1]
+        order = ahead = None
+        if len(chunks) > 1:
+            order = Order.of_chunks(chunks, self.tp_group.size(), tokens, hidden.device)
+            if first.weight.requires_grad:
+                ahead = Ahead(chunks, self.tp_group)
+        with not_saving(hidden):
+            projected, _ = first_in_chunks(first, hidden, chunks, ahead, params.ids)
+        out, gate = self._mixed(projected, table_2nD, params, order)
+        if ahead is not None:
+            with not_saving(hidden):
+                out = gather_ahead(out, hidden, ahead)
+        padded = self._padded(out, gate, len(projected) - tokens, order)
+        with not_saving(padded):
+            return second_in_chunks(second, padded, chunks, params.ids)
+
+    def _mixed(
+        self, projected: Tensor, table_2nD: Tensor, params: AttentionParams, order: Order | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the result [n, H * D] for a projection [S, 1, ...], whose tokens are in `order`, and its gate if there
+        is one.
+        """
+        raise NotImplementedError
+
+    def _padded(self, out: Tensor, gate: Tensor | None, padding: int, order: Order | None) -> Tensor:
+        """Return the input of the output projection, [S, 1, H * D], from the results of `_mixed`."""
+        raise NotImplementedError
+
+
+class PackedSelfAttention(TokenMixer):
     """Torch module of a `SelfAttention`."""
 
     def __init__(self, part: SelfAttention, site: Site, number: int):
@@ -240,9 +301,9 @@ class PackedSelfAttention(Overlapping):
             num_query_groups=kv_heads,
             kv_channels=part.head_dim,
         )
-        # Transformer Engine wants the number of heads that its module was built for (`DotProductAttention.forward`
-        # asserts it), aligns causal masks at the first query and key as Megatron calls it on packed sequences, and has
-        # no fused kernel for packed sequences in fp32.
+        # Transformer Engine requires the number of heads that its module was built with (`DotProductAttention.forward`
+        # asserts it), aligns causal masks at the first query and key when Megatron calls it on packed sequences, and
+        # has no fused kernel for packed sequences in fp32.
         kind = site.backend.attention if site.dtype in HALF and not self.exchanges else TorchAttention
         self.core_attention: Any = kind(
             config=config,
@@ -251,67 +312,61 @@ class PackedSelfAttention(Overlapping):
             attention_type="self",
             cp_comm_type=None,
             softmax_scale=None,
-            # Core attention gets queries with all their keys: it exchanges nothing.
+            # Core attention receives queries with all their keys, and exchanges nothing.
             pg_collection=_without_context(groups),
         )
         queries, keys = part.heads * part.head_dim, kv_heads * part.head_dim
-        # Elements of a group's gates, the last ones of its projection.
+        # Elements of the gates of a group, which come last in its projection.
         self.gates = queries // kv_heads if part.gated else 0
         rows = queries + 2 * keys + kv_heads * self.gates
         self.linear_proj: Any = site.row_linear(queries, part.hidden, bias=part.out_bias, leaves_bias=True, name="proj")
         self.linear_qkv: Any = site.column_linear(part.hidden, rows, bias=part.qkv_bias, name="qkv")
-        # Each tp rank norms its own heads, so that gradients are summed over tp with whole activations too.
+        # Each tp rank normalises its own heads, so gradients are summed over tp even if activations are not split.
         self.q_layernorm, self.k_layernorm = (
             None if part.head_norm is None else site.mark(part.head_norm.build(site, number), split=site.tp > 1)
             for _ in "qk"
         )
 
-    def linears(self) -> tuple[torch.nn.Module, torch.nn.Module]:
+    def linears(self) -> tuple[Any, Any]:
         """Return the projections before and after attention."""
         return self.linear_qkv, self.linear_proj
 
-    def forward(self, hidden: Tensor, table_2nD: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor | None]:
-        """Attend on `hidden` [S, 1, hidden] ([S / tp, 1, hidden] where activations are split over tp).
-
-        `table_2nD`: cosines and sines. Returns the output in the shape of the input, and a bias to add.
-        """
-        parts, tokens = parts_of(self, len(hidden)), table_2nD.shape[1]
-        order = ahead = None
-        if len(parts) > 1:
-            order = Order.of_parts(parts, self.tp_group.size(), tokens, hidden.device)
-            if self.linear_qkv.weight.requires_grad:
-                ahead = Ahead(parts, self.tp_group)
-        with not_saving(hidden):
-            wide, _ = first_in_parts(self.linear_qkv, hidden, parts, ahead, params.ids)
-        mixed, gates = wide.view(*wide.shape[:-1], self.groups_on_rank, -1), list[Tensor]()
+    def _mixed(
+        self, projected: Tensor, table_2nD: Tensor, params: AttentionParams, order: Order | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend; see `TokenMixer`."""
+        heads, gate = projected.view(*projected.shape[:-1], self.groups_on_rank, -1), None
         if self.gates:
-            mixed, gate = mixed.split((mixed.shape[-1] - self.gates, self.gates), dim=-1)
-            gates.append(gate.flatten(-2).contiguous())  # A view would save all of the projection.
-        out = self._attention(mixed, table_2nD, params, order)
-        if ahead is not None:
-            with not_saving(hidden):
-                out = gather_ahead(out, hidden, ahead)
-        padding = len(mixed) - tokens
-        # What the output projection takes is a copy of what attention saves, if it is padded or in another order. Where
-        # the order alone differs, computing it again is cheap.
-        again = self.selective and (padding > 0 or gates) if order is None else self.selective or padding == 0
-        padded = _computed(partial(self._output, padding, order), out, *gates, again=bool(again))
-        with not_saving(padded):
-            return second_in_parts(self.linear_proj, padded, parts, params.ids)
+            heads, gate = heads.split((heads.shape[-1] - self.gates, self.gates), dim=-1)
+            gate = gate.flatten(-2).contiguous()  # A view would save all of the projection.
+        return self._attention(heads, table_2nD, params, order), gate
 
-    def _output(self, padding: int, order: Order | None, out: Tensor, *gates: Tensor) -> Tensor:
-        """Return what the output projection takes, [S, 1, H * D], from the result of `_attention`."""
-        out = (F.pad(out, (0, 0, 0, padding)) if padding else out) if order is None else order.placed(out)
+    def _padded(self, out: Tensor, gate: Tensor | None, padding: int, order: Order | None) -> Tensor:
+        """Gate, order and pad the result; see `TokenMixer`."""
+        # With padding, a gate or another order, the input of the output projection is a copy of what attention saves.
+        # With another order alone, recomputing the copy is cheap.
+        if order is None:
+            again = self.selective and (padding > 0 or gate is not None)
+        else:
+            again = self.selective or padding == 0
+        inputs = (out,) if gate is None else (out, gate)
+        return _computed(partial(self._output, padding, order), *inputs, again=again)
+
+    def _output(self, padding: int, order: Order | None, out: Tensor, gate: Tensor | None = None) -> Tensor:
+        if order is not None:
+            out = order.placed(out)
+        elif padding:
+            out = F.pad(out, (0, 0, 0, padding))
         out = out.unsqueeze(1)
-        for gate in gates:
-            out = run(gated, out, gate) if self.compiled else out * gate.sigmoid()
-        return out
+        if gate is None:
+            return out
+        return run(gated, out, gate) if self.compiled else out * gate.sigmoid()
 
     def _attention(
         self, mixed: Tensor, table_2nD: Tensor, params: AttentionParams, order: Order | None = None
     ) -> Tensor:
-        """Return [n, H * D] from the projection [S, 1, groups, heads of a group * D], whose tokens are in `order`."""
-        # Without norms of heads only what attention takes is saved, which is as large as the projection.
+        """Return [n, H * D] from the projection [S, 1, G, heads of a group * D], whose tokens are in `order`."""
+        # Without norms of heads only the inputs of attention are saved, which are as large as the projection.
         again = self.selective and self.q_layernorm is not None
         q, k, v = _computed(partial(self._heads, table_2nD, order), mixed, again=again)
         with not_saving(q, k, v):
@@ -320,8 +375,8 @@ class PackedSelfAttention(Overlapping):
             return attend_across(self._attend, q, k, v, params, self.sp_group, self.context_group)
 
     def _heads(self, table_2nD: Tensor, order: Order | None, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of the projection, see `_attention`, normed and rotated, without padding:
-        [n, heads, D], or [n, members, heads of a member, D] for an exchange of heads.
+        """Return the normed and rotated queries, keys and values of a projection (see `_attention`) without padding:
+        [n, H, D], or [n, members, heads of a member, D] for an exchange of heads.
         """
         dim, q_norm, k_norm = self.head_dim, self.q_layernorm, self.k_layernorm
         if q_norm is None and not self.compiled:
@@ -337,13 +392,13 @@ class PackedSelfAttention(Overlapping):
         return q, k, v if self.exchanges else v.contiguous()
 
     def _members(self, groups: int) -> int:
-        """Return the ranks over which heads are scattered; 1 if groups of heads would have to be repeated."""
+        """Return the number of ranks over which heads are scattered; 1 if heads have to be repeated first."""
         members = self.sp_group.size()
         return members if not self.windowed and groups % members == 0 else 1
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: PackedSegments | None) -> Tensor:
         if not len(q):
-            # No kernel accepts that. Gradients of zero flow, so that the backward pass takes part in all exchanges.
+            # No kernel accepts empty inputs. Zero gradients still flow, so the backward pass joins all exchanges.
             return q.flatten(1) + (k[:0].sum() + v[:0].sum())
         return self.core_attention(
             q, k, v, None, attn_mask_type=self.attn_mask_type, packed_seq_params=segments
@@ -363,7 +418,7 @@ def attend_across(
     sp: dist.ProcessGroup,
     context: dist.ProcessGroup,
 ) -> Tensor:
-    """Call `attend` on `params.full` between the exchanges at the head of this file; returns [n, H * D].
+    """Call `attend` on `params.full` between the exchanges described at the top of this file; returns [n, H * D].
 
     `sp`, `context`: this rank's groups along the axes `sp` and `cp`.
     """
@@ -371,13 +426,14 @@ def attend_across(
     if sp.size() > 1:
         q, k, v = ulysses_scatter_heads(q, k, v, params.sp_lengths, sp)
     if context.size() > 1:
-        assert params.full.key_index is not None, "segments of one member alone, under cp"
+        assert params.full.key_index is not None, "under cp, segments need the index of their keys"
         k, v = gather_keys(k, v, params.cp_lengths, params.full.key_index, context)
     out = attend(q, k, v, params.full)
     return ulysses_gather_heads(out, params.sp_lengths, sp) if sp.size() > 1 else out
 
 
 def _without_context(groups: Any) -> Any:
+    """Return the groups with `cp` and `sp` of one rank each."""
     alone = copy.copy(groups)
     alone.cp = alone.sp = alone.context = groups.ep
     return alone

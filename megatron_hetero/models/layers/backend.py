@@ -1,4 +1,4 @@
-"""Choice between Transformer Engine's layers and ours on plain PyTorch."""
+"""Choice between Transformer Engine's layers and our own in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from megatron_hetero.models.layers.attention import TorchAttention
 from megatron_hetero.models.layers.kernels import cuda_capability
 from megatron_hetero.models.layers.linear import ColumnLinear, RowLinear
 from megatron_hetero.models.layers.norms import LayerNorm, RMSNorm
-from megatron_hetero.models.layers.packages import PACKAGES, TRANSFORMER_ENGINE, Found, find, unusable
+from megatron_hetero.models.layers.packages import PACKAGES, TRANSFORMER_ENGINE, Status, find, unusable
 from megatron_hetero.models.layers.parts import Backend
 
 TORCH = Backend(ColumnLinear, RowLinear, RMSNorm, LayerNorm, TorchAttention)
-"""Our layers, which run on any device."""
+"""Our own layers, which run on any device."""
 
 
-def choose_backend(choice: str, platform: Platform, found: Found | None = None) -> Backend:
-    """Return the backend for `model.backend`: `torch`, `te` (Transformer Engine), or `auto` (`te` on CUDA if it is
-    installed in a version that is known to work). `found`: the installed Transformer Engine; default: look for it.
+def choose_backend(choice: str, platform: Platform, found: Status | None = None) -> Backend:
+    """Return the backend for `model.backend`: `torch`, `te` (Transformer Engine), or `auto`, which is `te` on CUDA if a
+    version that is known to work is installed. `found`: status of Transformer Engine; default: `find` it.
 
     Raises:
-        UserError: `te` is not usable here.
+        UserError: `te` is requested but not usable.
     """
     if choice == "torch":
         return TORCH
@@ -40,13 +40,13 @@ def choose_backend(choice: str, platform: Platform, found: Found | None = None) 
 
 
 def te_backend(capability: tuple[int, int]) -> Backend:
-    """Return Transformer Engine's linears and norms, and its attention on GPUs of a `capability` for which it has a
-    kernel of its own for packed sequences.
+    """Return Transformer Engine's linear layers and norms, and its attention on GPUs of a `capability` for which it has
+    a fused kernel for packed sequences.
 
-    That kernel is cuDNN's, on Hopper and on Blackwell in data centres (`nvte_get_fused_attn_backend` in
+    That kernel is cuDNN's, for Hopper and data-centre Blackwell (`nvte_get_fused_attn_backend` in
     transformer_engine/common/fused_attn/fused_attn.cpp, `get_attention_backend` in pytorch/attention/
-    dot_product_attention/utils.py, both at v2.9; 2.20 with cuDNN 9.18.1 has it for capability 12.0 too). Elsewhere it
-    would call flash-attn, as our attention does.
+    dot_product_attention/utils.py, both at v2.9; 2.20 with cuDNN 9.18.1 supports capability 12.0 too). On other GPUs it
+    would call flash-attn, like our own attention.
     """
     te = te_layers()
     attention = te.core_attention() if capability[0] in (9, 10) else TorchAttention
@@ -60,9 +60,7 @@ def te_backend(capability: tuple[int, int]) -> Backend:
 
 
 def backend_notices(choice: str, platform: Platform) -> list[str]:
-    """Return a line for each optional package that is installed on this CUDA machine: what it computes, or why it is
-    not used.
-    """
+    """Return a line for each optional package that is installed, on CUDA: what it computes, or why it is not used."""
     if not platform.is_cuda:
         return []
     packages = [package for package in PACKAGES if choice != "torch" or package is not TRANSFORMER_ENGINE]

@@ -1,18 +1,18 @@
 """Load-balancing loss of sparse layers, which does not depend on the layout.
 
-It is that of `transformers` (`load_balancing_loss_func`; Fedus et al. 2022, arXiv 2101.03961, eq. 4 to 6), of each
-sample by itself and weighted by its n supervised tokens, so that a step is the same whatever its micro-batches:
+It is the loss of `transformers` (`load_balancing_loss_func`; Fedus et al. 2022, arXiv 2101.03961, eq. 4 to 6), computed
+per sample and weighted by the sample's n supervised tokens, so that a step does not depend on its micro-batches:
 
     sum over samples of   coefficient * n * E * sum_e f_e P_e
     f_e = choices of expert e / (L T)         P_e = sum of the router's probabilities of e / (L T)
 
-over the L sparse layers of the model and the T tokens of the sample, which are on the tp, sp and cp ranks of a replica.
-Choices have no gradient, so that each probability's is `factor` times the choices of its expert by its sample, in all
-layers. These are known once the last pipeline stage has run forward:
+with E experts, over the L sparse layers of the model and the T tokens of the sample, which are on the tp, sp and cp
+ranks of a replica. Choices have no gradient, so the gradient of a probability is `factor` times the number of choices
+of its expert by its sample in all layers. This number is known after the forward pass of the last pipeline stage:
 
-    forward    statistics of a rank travel behind its hidden states from stage to stage, and grow
-    last stage sums choices over the replica's ranks; the loss follows
-    backward   sums travel behind gradients from stage to stage, before the stage's routers need them
+    forward     each stage adds the rank's statistics to those sent after the hidden states of the previous stage
+    last stage  sums the choices over the replica's ranks, and computes the loss
+    backward    each stage sends the sums after the gradients, before the previous stage's routers need them
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True, eq=False)
 class BalancedSamples:
-    """Samples of a replica's pack, for the loss.
+    """The samples of a replica's pack.
 
     Attributes:
-        of_tokens: int64 [n], the sample of each of this shard's n real tokens.
+        by_token: int64 [n], the sample of each of this shard's n tokens without padding.
         factors: fp32 [samples], coefficient * supervised tokens * experts / (sparse layers * tokens)^2.
     """
 
-    of_tokens: Tensor
+    by_token: Tensor
     factors: Tensor
 
 
@@ -44,8 +44,12 @@ class BalancedSamples:
 class Balance:
     """Statistics of a rank's tokens in one micro-batch, up to this stage.
 
-    `choices` int64 and `probabilities` fp32 [samples, experts]: numbers of choices and sums of probabilities. `totals`:
-    choices in all layers and on all ranks of the replica, fp32, once they are known.
+    Attributes:
+        samples: the samples of the pack.
+        experts: number of experts.
+        choices: int64 [samples, experts], number of choices of each expert.
+        probabilities: fp32 [samples, experts], sums of the router's probabilities.
+        totals: fp32 [samples, experts], choices in all layers and on all ranks of the replica, once they are known.
     """
 
     samples: BalancedSamples
@@ -60,26 +64,28 @@ class Balance:
         self.probabilities = torch.zeros(len(factors), self.experts, device=factors.device)
 
     def of(self, first: int, tokens: int) -> Tensor:
-        """Return the samples of `tokens` of the shard, from the token `first` on."""
-        return self.samples.of_tokens[first : first + tokens]
+        """Return the sample of each of `tokens` tokens of the shard, from token `first` on."""
+        return self.samples.by_token[first : first + tokens]
 
     @torch.no_grad()
-    def count(self, of_tokens: Tensor, chosen: Tensor, probabilities: Tensor) -> None:
-        """Add a layer's choices int64 [tokens, k] and probabilities fp32 [tokens, experts]. `of_tokens`: samples."""
-        places = of_tokens[:, None] * self.experts + chosen
+    def count(self, samples: Tensor, chosen: Tensor, probabilities: Tensor) -> None:
+        """Add a layer's choices `chosen` int64 [tokens, k] and `probabilities` fp32 [tokens, experts]. `samples`: int64
+        [tokens], the sample of each token.
+        """
+        places = samples[:, None] * self.experts + chosen
         self.choices.view(-1).scatter_(0, places.flatten(), 1, reduce="add")
-        # A product sums in one order, which `index_add_` does not on a GPU.
-        numbers = torch.arange(len(self.probabilities), device=of_tokens.device)
-        self.probabilities += (numbers[:, None] == of_tokens).float() @ probabilities.float()
+        # A matrix product adds in a fixed order; `index_add_` on a GPU does not.
+        numbers = torch.arange(len(self.probabilities), device=samples.device)
+        self.probabilities += (numbers[:, None] == samples).float() @ probabilities.float()
 
-    def balanced(self, of_tokens: Tensor, probabilities: Tensor) -> Tensor:
-        """Return `probabilities` [tokens, experts] with the gradient of the loss in the backward pass."""
-        return _Balanced.apply(probabilities, of_tokens, self)  # pyright: ignore[reportReturnType]
+    def balanced(self, samples: Tensor, probabilities: Tensor) -> Tensor:
+        """Return `probabilities` [tokens, experts]; its backward pass adds the gradient of the loss."""
+        return _Balanced.apply(probabilities, samples, self)  # pyright: ignore[reportReturnType]
 
     @torch.no_grad()
     def loss(self, groups: Any) -> Tensor:
-        """Return the loss that counts on this rank of the last stage, fp32 []: that of the tokens of its tp group.
-        Collective over tp, sp and cp.
+        """Return the loss of the tokens of this rank's tp group, fp32 []. Called on the last stage; collective over tp,
+        sp and cp.
         """
         totals = self.choices
         for group in (groups.tp, groups.sp, groups.context):
@@ -93,31 +99,31 @@ class Balance:
     # ---------------------------------------------------------------------------- between pipeline stages
 
     def rows_beside(self, hidden: Tensor) -> int:
-        """Return how many rows of `hidden` [S, 1, hidden] the statistics take."""
+        """Return the number of rows of `hidden` [S, 1, hidden] that the statistics occupy."""
         samples, experts = self.choices.shape
         return rows_of(samples, experts, hidden.shape[-1], hidden.element_size())
 
     def leave(self, hidden: Tensor) -> Tensor:
-        """Return `hidden` [S, 1, hidden] with the statistics behind it."""
+        """Append the statistics to `hidden` [S, 1, hidden], for the next stage."""
         return _Left.apply(hidden, self)  # pyright: ignore[reportReturnType]
 
     def arrive(self, hidden: Tensor) -> Tensor:
-        """Take the statistics of earlier stages from behind hidden states, and return these alone."""
+        """Add the statistics that earlier stages have appended to `hidden`; return the hidden states without them."""
         return _Arrived.apply(hidden, self)  # pyright: ignore[reportReturnType]
 
 
 _BYTES = 12
-"""Bytes of one sample's statistics of an expert: choices and probabilities."""
+"""Bytes of the statistics of one sample and expert: choices and probabilities."""
 
 
 def rows_of(samples: int, experts: int, hidden: int, itemsize: int) -> int:
-    """Return the rows of `hidden` elements, of so many bytes, that statistics take."""
+    """Return the number of rows of `hidden` elements of `itemsize` bytes that the statistics occupy."""
     return math.ceil(samples * experts * _BYTES / (hidden * itemsize))
 
 
-def _packed(like: Tensor, rows: int, *parts: Tensor) -> Tensor:
-    """Return the bits of `parts` as `rows` of hidden states `like` [S, 1, hidden]."""
-    flat = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
+def _packed(like: Tensor, rows: int, *tensors: Tensor) -> Tensor:
+    """Return the bits of `tensors` as `rows` hidden states like `like` [S, 1, hidden]."""
+    flat = torch.cat([each.contiguous().view(-1).view(torch.uint8) for each in tensors])
     padded = flat.new_zeros(rows * like.shape[-1] * like.element_size())
     padded[: len(flat)] = flat
     return padded.view(like.dtype).view(rows, 1, like.shape[-1])
@@ -125,18 +131,18 @@ def _packed(like: Tensor, rows: int, *parts: Tensor) -> Tensor:
 
 def _unpacked(rows: Tensor, *like: Tensor) -> list[Tensor]:
     """Return tensors like `like` from the bits in `rows`."""
-    flat, found, start = rows.contiguous().view(-1).view(torch.uint8), list[Tensor](), 0
+    flat, tensors, start = rows.contiguous().view(-1).view(torch.uint8), list[Tensor](), 0
     for each in like:
-        # Copied, since views of other dtypes have to be aligned.
-        found.append(flat[start : start + each.nbytes].clone().view(each.dtype).view(each.shape))
+        # Cloned, since a view in another dtype requires alignment.
+        tensors.append(flat[start : start + each.nbytes].clone().view(each.dtype).view(each.shape))
         start += each.nbytes
-    return found
+    return tensors
 
 
 class _Balanced(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, probabilities: Tensor, of_tokens: Tensor, balance: Balance) -> Tensor:
-        ctx.of_tokens, ctx.balance = of_tokens, balance
+    def forward(ctx: Any, probabilities: Tensor, samples: Tensor, balance: Balance) -> Tensor:
+        ctx.samples, ctx.balance = samples, balance
         return probabilities.view_as(probabilities)
 
     @staticmethod
@@ -144,32 +150,32 @@ class _Balanced(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         totals, factors = ctx.balance.totals, ctx.balance.samples.factors
         assert totals is not None, "the last stage runs before any backward pass"
-        return grad + (totals * factors[:, None]).index_select(0, ctx.of_tokens), None, None
+        return grad + (totals * factors[:, None]).index_select(0, ctx.samples), None, None
 
 
 class _Left(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, balance: Balance) -> Tensor:
-        ctx.balance, ctx.own = balance, len(hidden)
+        ctx.balance, ctx.tokens = balance, len(hidden)
         rows = balance.rows_beside(hidden)
         return torch.cat([hidden, _packed(hidden, rows, balance.choices, balance.probabilities)])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (ctx.balance.totals,) = _unpacked(grad[ctx.own :], ctx.balance.probabilities)
-        return grad[: ctx.own], None
+        (ctx.balance.totals,) = _unpacked(grad[ctx.tokens :], ctx.balance.probabilities)
+        return grad[: ctx.tokens], None
 
 
 class _Arrived(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, balance: Balance) -> Tensor:
         ctx.balance = balance
-        own = len(hidden) - balance.rows_beside(hidden)
-        choices, probabilities = _unpacked(hidden[own:], balance.choices, balance.probabilities)
+        tokens = len(hidden) - balance.rows_beside(hidden)
+        choices, probabilities = _unpacked(hidden[tokens:], balance.choices, balance.probabilities)
         balance.choices += choices
         balance.probabilities += probabilities
-        return hidden[:own].clone()
+        return hidden[:tokens].clone()
 
     @staticmethod
     @once_differentiable

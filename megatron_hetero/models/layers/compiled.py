@@ -1,8 +1,7 @@
-"""Compiled operations between matrix products, attention and communication, which become few kernels
+"""Compiled operations between matrix products, attention and communication: few kernels in place of many
 (docs/training.md, "Compiled layers"; Ansel et al. 2024, "PyTorch 2", ASPLOS).
 
-Shape suffixes: n tokens without padding, S tokens with padding, G groups of heads of this rank, H heads, D elements per
-head.
+Shape suffixes are those of `rotary`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,9 @@ Activation = Callable[[Tensor], Tensor]
 
 
 class NormWeights(NamedTuple):
-    """Weights of a norm: a layer norm if it has a bias, else a root-mean-square norm. `offset`: added to `weight`."""
+    """The weights of a norm: a layer norm if it has a bias, else a root-mean-square norm. `offset` is added to
+    `weight`.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -36,13 +37,13 @@ class NormWeights(NamedTuple):
 
 
 def gain_of(weight: Tensor, offset: int) -> Tensor:
-    """Return what a norm multiplies with: `weight`, with an `offset` in fp32."""
+    """Return the gain of a norm: `weight`, or the sum of `weight` and `offset` in fp32."""
     return weight.float() + offset if offset else weight
 
 
 def run(function: Callable[..., Any], *inputs: Any) -> Any:
-    """Return `function(*inputs)`, compiled for any number of tokens, the first dim of all tensors but parameters. Less
-    than two tokens are not compiled for, as they would be special cases.
+    """Return `function(*inputs)`, compiled for any number of tokens, which is the first dim of all tensors except
+    parameters. Fewer than two tokens, which PyTorch would specialise for, run without the compiler.
     """
     tensors = [x for x in inputs if isinstance(x, Tensor) and not isinstance(x, torch.nn.Parameter)]
     if any(len(x) < 2 for x in tensors):
@@ -76,14 +77,14 @@ def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: i
     return out.to(x.dtype)
 
 
-def added_and_normed(part: Tensor, bias: Tensor | None, residual: Tensor, *norm: Any) -> tuple[Tensor, Tensor]:
-    """Add part, bias and `residual` [S, 1, hidden]; return the sum, and the sum normed with `norm`, `NormWeights`."""
-    out = residual + (part if bias is None else part + bias)
+def added_and_normed(x: Tensor, bias: Tensor | None, residual: Tensor, *norm: Any) -> tuple[Tensor, Tensor]:
+    """Return x + bias + residual, [S, 1, hidden], and the sum normed with `norm`, the fields of `NormWeights`."""
+    out = residual + (x if bias is None else x + bias)
     return out, normed(out, *norm)
 
 
 def activated(wide: Tensor, activation: Activation, has_gate: bool) -> Tensor:
-    """Return the activation of `wide` [S, 1, ffn]; with a gate, of [S, 1, 2 ffn], the activated gate times the rest."""
+    """Return the activation of `wide` [S, 1, ffn]; with a gate the activated gate times up, of `wide` [S, 1, 2 ffn]."""
     if not has_gate:
         return activation(wide)
     gate, up = wide.chunk(2, dim=-1)
@@ -103,7 +104,7 @@ def heads(
     q_norm: NormWeights | None,
     k_norm: NormWeights | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values, see `rotary.rotated_heads`, with norms of heads of queries and of keys."""
+    """Return queries, keys and values like `rotary.rotated_heads`, with queries and keys normed head by head."""
     tokens, groups, width = len(cosines_nD), mixed.shape[-2], mixed.shape[-1] // dim
     q, k, v = mixed[:tokens].view(tokens, groups, width, dim).split((width - 2, 1, 1), dim=2)
     if q_norm is not None and k_norm is not None:
@@ -125,16 +126,17 @@ def turned_back(grad: Tensor, cosines_nD: Tensor, sines_nD: Tensor) -> Tensor:
 
 
 def _turned_by(x: Tensor, cosines_nD: Tensor, sines_n2h: Tensor) -> Tensor:
-    """Add each half of `x` [n, ..., D] times the cosines and the other half times the sines."""
+    """Return each half of `x` [n, ..., D] times the cosines plus the other half times the sines."""
     width = cosines_nD.shape[-1]
     if width < x.shape[-1]:
         return torch.cat((_turned_by(x[..., :width], cosines_nD, sines_n2h), x[..., width:]), dim=-1)
     halves = x.unflatten(-1, (2, -1)).float()
-    cosines, sines = (part.view(len(x), *[1] * (x.dim() - 2), *halves.shape[-2:]) for part in (cosines_nD, sines_n2h))
+    broadcast = len(x), *[1] * (x.dim() - 2), *halves.shape[-2:]
+    cosines, sines = (table.view(broadcast) for table in (cosines_nD, sines_n2h))
     return (halves * cosines + halves.flip(-2) * sines).flatten(-2).to(x.dtype)
 
 
 def _signed(sines_nD: Tensor) -> Tensor:
-    """Return [n, 2, D / 2], the first half negated."""
+    """Return the sines as [n, 2, D / 2] with the first half negated."""
     signs = 2 * torch.arange(2, device=sines_nD.device) - 1
     return sines_nD.unflatten(-1, (2, -1)) * signs[:, None]

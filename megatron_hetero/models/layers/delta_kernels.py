@@ -1,13 +1,17 @@
-"""Kernels of gated delta nets: the gated delta rule and the short convolution, by optional packages on CUDA.
+"""Kernels of gated delta nets: the gated delta rule and the short convolution, from optional packages on CUDA.
 
-Shape suffixes: n tokens, H value heads of this rank, h key heads (a divisor of H), K and V elements of a key and of a
-value, c channels, t taps.
+Shape suffixes:
+    n  tokens
+    h  key heads of this rank, each with K elements
+    H  value heads of this rank, a multiple of h, each with V elements
+    c  channels
+    t  taps
 
-    fla            the gated delta rule by flash-linear-attention, in the dtype of its inputs but for sums
+    fla            the gated delta rule by flash-linear-attention, with sums in fp32 and the rest in the dtype of inputs
     causal_conv1d  convolution and SiLU in one launch, by causal-conv1d
     torch          `delta_rule` and `short_convolution`, on any device and in any precision
 
-The packages take whole packs and start anew at each sequence, as those do. All ranks of a run have the same ones
+All of them process whole packs, and reset the state at each sequence. All ranks of a run use the same packages
 (`packages.package_facts`).
 """
 
@@ -16,7 +20,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Collection
 from functools import lru_cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,42 +34,28 @@ from megatron_hetero.models.layers.sequences import Sequences
 from megatron_hetero.models.layers.short_convolution import convolved
 
 MAX_HEAD_DIM = 256
-"""Widest keys of fla: `chunk_gated_delta_rule_fwd_h` in fla/ops/common/chunk_delta_h.py. Its tests have values as wide
-as keys.
+"""Maximum key width of fla: `chunk_gated_delta_rule_fwd_h` in fla/ops/common/chunk_delta_h.py. Its tests use values of
+the same width as keys.
 """
 HEAD_MULTIPLE = 8
-"""Elements that heads are multiples of. With odd numbers Triton reads wrong memory (`chunk_bwd_dv` in
+"""Head widths must be multiples of this: with odd widths Triton reads wrong memory (`chunk_bwd_dv` in
 fla/ops/common/chunk_o.py).
 """
 TAPS = (2, 3, 4)
 CHANNEL_MULTIPLE = 8
-"""Elements that causal-conv1d loads at once: channels, strides and offsets are multiples of it (`causal_conv1d_fwd` in
-csrc/causal_conv1d.cpp).
+"""Elements that causal-conv1d loads at once. Channels, strides and offsets must be multiples of it (`causal_conv1d_fwd`
+in csrc/causal_conv1d.cpp).
 """
 MAX_TOKENS = 64 * 65535
-"""Tokens of a block of causal-conv1d, times the blocks that CUDA allows in the second dim of a grid."""
+"""Tokens per block of causal-conv1d, times the maximum number of blocks in the second dim of a CUDA grid."""
 MAX_ELEMENTS = 2**32
-"""causal-conv1d computes places in memory as 32-bit numbers (`index_t` in csrc/causal_conv1d.h)."""
+"""causal-conv1d computes offsets in 32 bits (`index_t` in csrc/causal_conv1d.h)."""
 
 
-class Rule(Protocol):
-    """The gated delta rule of each sequence by itself, see `delta_rule.delta_rule`: [n, H, V]."""
-
-    def __call__(  # noqa: D102 (above)
-        self,
-        q_nhK: Tensor,
-        k_nhK: Tensor,
-        v_nHV: Tensor,
-        decay_nH: Tensor,
-        beta_nH: Tensor,
-        sequences: Sequences,
-    ) -> Tensor: ...
-
-
-class Convolution(Protocol):
-    """The short convolution of each sequence by itself, then SiLU, see `short_convolution.convolved`: [n, c]."""
-
-    def __call__(self, x_nc: Tensor, weight_ct: Tensor, sequences: Sequences) -> Tensor: ...  # noqa: D102 (above)
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Sequences], Tensor]
+"""The gated delta rule along each sequence, with the arguments of `delta_rule.delta_rule`: [n, H, V]."""
+Convolution = Callable[[Tensor, Tensor, Sequences], Tensor]
+"""The short convolution along each sequence, then SiLU, with the arguments of `short_convolution.convolved`: [n, c]."""
 
 
 def choose_rule(
@@ -76,8 +66,8 @@ def choose_rule(
     capability: tuple[int, int],
     installed: Collection[str],
 ) -> Literal["fla", "torch"]:
-    """Return what computes the rule on a type of `device`, a GPU of that CUDA `capability`. `installed`: names of
-    modules. In fp32, fla would multiply in TF32.
+    """Return what computes the rule on a device type and a GPU of a CUDA `capability`. `installed`: names of usable
+    modules. fla is not used in fp32, which it would multiply in TF32.
     """
     fits = all(dim <= MAX_HEAD_DIM and dim % HEAD_MULTIPLE == 0 for dim in (key_dim, value_dim))
     on_gpu = device == "cuda" and dtype in HALF and capability >= FLASH_CAPABILITY
@@ -93,8 +83,8 @@ def choose_convolution(
     capability: tuple[int, int],
     installed: Collection[str],
 ) -> Literal["causal_conv1d", "torch"]:
-    """Return what computes the short convolution on a type of `device`, a GPU of that CUDA `capability`. `installed`:
-    names of modules.
+    """Return what computes the short convolution on a device type and a GPU of a CUDA `capability`. `installed`: names
+    of usable modules.
     """
     fits = channels % CHANNEL_MULTIPLE == 0 and taps in TAPS
     addressable = tokens <= MAX_TOKENS and tokens * channels <= MAX_ELEMENTS
@@ -104,7 +94,7 @@ def choose_convolution(
 
 @lru_cache
 def rule_for(device: torch.device, dtype: torch.dtype) -> Rule:
-    """Return the gated delta rule for tensors on this device; which kernel runs depends on the widths of heads too."""
+    """Return the gated delta rule for tensors on this device. It chooses a kernel by the widths of heads."""
     if device.type != "cuda":
         return delta_rule
     capability, installed = cuda_capability(device), _installed(device)
@@ -122,7 +112,7 @@ def rule_for(device: torch.device, dtype: torch.dtype) -> Rule:
 
 @lru_cache
 def convolution_for(device: torch.device, dtype: torch.dtype) -> Convolution:
-    """Return the short convolution for tensors on this device; which kernel runs depends on their sizes too."""
+    """Return the short convolution for tensors on this device. It chooses a kernel by their sizes."""
     if device.type != "cuda":
         return convolved
     capability, installed = cuda_capability(device), _installed(device)
@@ -137,7 +127,9 @@ def convolution_for(device: torch.device, dtype: torch.dtype) -> Convolution:
 
 
 def _installed(device: torch.device) -> list[str]:
-    """Return the modules that can be used on a GPU. fla is compiled by Triton, with the tools of PyTorch's compiler."""
+    """Return the modules that are usable on a GPU. fla is compiled by Triton, which needs the tools of PyTorch's
+    compiler.
+    """
     usable = [package.module for package in (FLA, CAUSAL_CONV1D) if not unusable(package, find(package))]
     if FLA.module in usable and not _compiles(device):
         usable.remove(FLA.module)
@@ -149,7 +141,7 @@ def _compiles(device: torch.device) -> bool:
 
 
 def _function(package: OptionalPackage) -> Callable[..., Any]:
-    """Return the first function that a package is required to have."""
+    """Return the first function in the required imports of a package."""
     module, _, name = package.imports[0].partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -164,13 +156,14 @@ def fla_rule(
     *,
     function: Callable[..., Any],
 ) -> Tensor:
-    """The gated delta rule (Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464) by `function`, fla's
-    `chunk_gated_delta_rule` (fla/ops/gated_delta_rule/chunk.py). It takes one pack, scales queries by 1 / sqrt(K), and
-    shares key heads as `delta_rule` does. With bounds in host memory too, the host does not wait for the device.
+    """Apply the gated delta rule (Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464) by `function`, fla's
+    `chunk_gated_delta_rule` (fla/ops/gated_delta_rule/chunk.py). Like `delta_rule` it scales queries by 1 / sqrt(K) and
+    shares key heads. The bounds of sequences are also passed in host memory, so that the host does not wait for the
+    device.
 
-    Its forward pass is repeated in the backward pass, as it would save normed queries and keys, values and the inverses
-    of chunks (some 20 KiB for a token of a layer with 32 heads of 128), of which `delta_rule`, by which `--plan`
-    measures memory, saves none.
+    The backward pass recomputes the forward pass. It would save normed queries and keys, values and inverses of chunks
+    (about 20 KiB per token of a layer with 32 heads of 128 elements), none of which `delta_rule` saves, by which
+    `--plan` measures memory.
     """
 
     def rule(*inputs_n: Tensor) -> Tensor:
@@ -185,9 +178,9 @@ def fla_rule(
 def conv1d_convolution(
     x_nc: Tensor, weight_ct: Tensor, sequences: Sequences, *, function: Callable[..., Any]
 ) -> Tensor:
-    """The short convolution by `function`, causal-conv1d's `causal_conv1d_fn`
-    (causal_conv1d/causal_conv1d_interface.py). Sequences are told apart by their numbers, which it takes for tensors
-    [batch, channels, tokens] with channels side by side; the gradient of the output must be as its input.
+    """Apply the short convolution by `function`, causal-conv1d's `causal_conv1d_fn`
+    (causal_conv1d/causal_conv1d_interface.py). It distinguishes sequences by `seq_idx`, which requires tensors
+    [batch, channels, tokens] with contiguous channels, also for the gradient of the output.
     """
     x_1cn = _loadable(x_nc).unsqueeze(0).transpose(1, 2)
     out_1cn = function(x_1cn, weight_ct, seq_idx=sequences.numbers.unsqueeze(0), activation="silu")
@@ -198,8 +191,8 @@ def conv1d_convolution(
 
 
 def _loadable(x_nc: Tensor) -> Tensor:
-    """Return the tensor, or a copy, with channels side by side and rows that start at multiples of
-    `CHANNEL_MULTIPLE` elements. Strides of a single row count, which `contiguous` leaves as they are.
+    """Return the tensor, or a copy if needed, with contiguous channels and rows that start at multiples of
+    `CHANNEL_MULTIPLE` elements. Strides count even for a single row, where `contiguous` does not change them.
     """
     (rows, channels), (stride, step) = x_nc.shape, x_nc.stride()
     starts = stride % CHANNEL_MULTIPLE == 0 and x_nc.storage_offset() % CHANNEL_MULTIPLE == 0

@@ -1,22 +1,27 @@
 """Gated delta rule (Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464) in PyTorch, in chunks (Yang et al.
-2024, arXiv 2406.06484, section 3), with a backward pass that recomputes what is inside chunks.
+2024, arXiv 2406.06484, section 3), with a backward pass that recomputes everything inside chunks.
 
-Per token and value head, with the state S [K, V], zero before each sequence, the l2-normed query q and key k:
+Per token and value head, with the state S [K, V], zero before each sequence, and the l2-normalised query q and key k:
 
     S = exp(decay) S        S = S + beta k (v - S^T k)^T        out = K^-0.5 S^T q
 
-In a chunk whose decays sum to g_i up to token i, to g_c in all, and that begins with the state S, with
-D_ij = exp(g_i - g_j) where j <= i and 0 elsewhere:
+In a chunk that starts with the state S, let g_i be the sum of decays up to token i, g_c the sum of all, and
+D_ij = exp(g_i - g_j) if j <= i, else 0:
 
     A = strictly lower part of (k k^T * D * beta_j)      P = q k^T * D * beta_j
     R = (1 + A)^-1 (v - exp(g) k S)                      out = K^-0.5 (exp(g) q S + P R)
     S of the next chunk = exp(g_c) S + (beta exp(g_c - g) k)^T R
 
-R is what each token adds to the state before beta. Only the lines with S run from chunk to chunk. All of it is computed
-block by block (`chunks`): between the passes there are the inputs, and the state before each block.
+R is the update of the state by each token, before beta. Only the lines with S are sequential over chunks. Everything is
+computed block by block (see `chunks`); the inputs and the state before each block are saved for the backward pass.
 
-Shape suffixes: n tokens, h key heads, H value heads, K and V elements of a head of keys and of values; inside a block
-m chunks, b = m H, C tokens of a chunk, r value heads of a key head, and t = 2 C: queries, then keys.
+Shape suffixes:
+    n  tokens
+    h  key heads, each with K elements
+    H  value heads, each with V elements
+    m  chunks of a block, and b = m H
+    C  tokens of a chunk, and t = 2 C: queries, then keys
+    r  value heads per key head
 """
 
 from __future__ import annotations
@@ -32,18 +37,18 @@ from megatron_hetero.models.layers.chunks import Chunks, TokenBlock
 from megatron_hetero.models.layers.sequences import Sequences
 
 EPS = 1e-6
-"""Added to the squares of queries and keys."""
+"""Added to the squared norms of queries and keys."""
 LEAST = -80.0
-"""Logarithm below which decays are 0."""
+"""Logarithm below which a decay counts as 0."""
 
 
 def delta_rule(
     q_nhK: Tensor, k_nhK: Tensor, v_nHV: Tensor, decay_nH: Tensor, beta_nH: Tensor, sequences: Sequences
 ) -> Tensor:
-    """Apply the gated delta rule to each sequence by itself: [n, H, V], in the dtype of `v`, computed in fp32.
+    """Apply the gated delta rule along each sequence: [n, H, V], in the dtype of `v`, computed in fp32.
 
-    Queries and keys are l2-normed here. H is a multiple of h: consecutive value heads share a key head. `decay`: fp32,
-    logarithms, at most 0. `beta`: from 0 to 1.
+    Queries and keys are l2-normalised here. H is a multiple of h: consecutive value heads share a key head.
+    `decay_nH`: logarithms, fp32, at most 0. `beta_nH`: from 0 to 1.
     """
     return _DeltaRule.apply(q_nhK, k_nhK, v_nHV, decay_nH, beta_nH, sequences.chunks)  # pyright: ignore[reportReturnType]
 
@@ -57,7 +62,7 @@ class _Inputs(NamedTuple):
 
 
 class _Decays(NamedTuple):
-    """Decays in chunks, see above, and beta."""
+    """Decays in chunks (see the top of this file), and beta."""
 
     until_bC: Tensor
     """exp(g)."""
@@ -71,19 +76,19 @@ class _Decays(NamedTuple):
 
 
 class _Inside(NamedTuple):
-    """What the forward pass computes inside a block, and the states of its chunks."""
+    """Intermediate results of the forward pass in a block, and the states of its chunks."""
 
     qk_mhtK: Tensor
-    """Normed queries and keys."""
+    """Normalised queries and keys."""
     inverse_mht: Tensor
-    """What the norm multiplied them with; 0 for padding."""
+    """Factors of the normalisation; 0 for padding."""
     decays: _Decays
     products_mhtC: Tensor
     """q k^T and k k^T."""
     read_btK: Tensor
-    """exp(g) q and exp(g) k, which meet the state."""
+    """exp(g) q and exp(g) k, which multiply the state."""
     written_bCK: Tensor
-    """beta exp(g_c - g) k, which enters it."""
+    """beta exp(g_c - g) k, which is added to the state."""
     scores_bCC: Tensor
     """P."""
     solved_bCC: Tensor
@@ -93,7 +98,7 @@ class _Inside(NamedTuple):
     states_bKV: Tensor
     """State before each chunk."""
     after: Tensor | None
-    """State before the next block."""
+    """State before the next block of the same sequences; None if there is none."""
 
     def by_key_head(self, x_b: Tensor) -> Tensor:
         """View [b, ...] as [m, h, r, ...]."""
@@ -119,18 +124,18 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        saved = ctx.saved_tensors  # Once, as each access unpacks all of them.
+        saved = ctx.saved_tensors  # Accessed once, since each access unpacks all tensors.
         inputs, states = _Inputs(*saved[:5]), list(saved[5:])
-        of_inputs, of_state = _Inputs(*(_rows_like(x) for x in inputs)), None
+        grad_inputs, grad_state = _Inputs(*(_rows_like(x) for x in inputs)), None
         for block in reversed(ctx.chunks.blocks):
             inside = _inside(inputs, block, None if block.starts else states.pop())
-            of_state = _backward(inputs, inside, block, grad, of_state, of_inputs)
-        wanted = zip(of_inputs, ctx.needs_input_grad, strict=False)
-        return *(of_input[:-1] if wants else None for of_input, wants in wanted), None
+            grad_state = _backward(inputs, inside, block, grad, grad_state, grad_inputs)
+        wanted = zip(grad_inputs, ctx.needs_input_grad, strict=False)
+        return *(grad_input[:-1] if wants else None for grad_input, wants in wanted), None
 
 
 def _forward(inputs: _Inputs, block: TokenBlock, state: Tensor | None, out: Tensor) -> Tensor | None:
-    """Write a block's outputs, given the state before it; return the state after it, if another block follows."""
+    """Write the output of a block that starts with `state`. Return the state after it, if another block follows."""
     inside = _inside(inputs, block, state)
     out_bCV = torch.bmm(inside.read_btK[:, : block.length], inside.states_bKV)
     out_bCV.baddbmm_(inside.scores_bCC, inside.added_bCV)
@@ -139,7 +144,7 @@ def _forward(inputs: _Inputs, block: TokenBlock, state: Tensor | None, out: Tens
 
 
 def _inside(inputs: _Inputs, block: TokenBlock, state: Tensor | None) -> _Inside:
-    """Compute a block that begins with `state`, or at the start of its sequences."""
+    """Compute the intermediate results of a block that starts with `state`; None for the start of its sequences."""
     C, H = block.length, inputs.v_nHV.shape[1]
     qk_mhtK, inverse_mht = _normed(inputs, block)
     keys_mhCK = qk_mhtK[:, :, C:]
@@ -152,7 +157,7 @@ def _inside(inputs: _Inputs, block: TokenBlock, state: Tensor | None) -> _Inside
     both_btC = _times(products_mhtC, weights_bCC.repeat(1, 2, 1))
     scores_bCC, among_keys_bCC = both_btC.split(C, dim=1)
     one = torch.eye(C, device=both_btC.device).expand_as(among_keys_bCC)
-    # The solver takes A without its diagonal.
+    # The solver ignores the diagonal and everything above it.
     solved_bCC = torch.linalg.solve_triangular(among_keys_bCC, one, upper=False, unitriangular=True)
 
     v_bCV = _read(inputs.v_nHV, block).transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format)
@@ -166,7 +171,7 @@ def _inside(inputs: _Inputs, block: TokenBlock, state: Tensor | None) -> _Inside
 
 
 def _normed(inputs: _Inputs, block: TokenBlock) -> tuple[Tensor, Tensor]:
-    """Return normed queries and keys, and what they were multiplied with."""
+    """Return normalised queries and keys, and the factors of the normalisation."""
     (h, K), C, m = inputs.q_nhK.shape[1:], block.length, sum(block.steps)
     qk_mhtK = inputs.q_nhK.new_empty(m, h, 2 * C, K, dtype=torch.float32)
     inverse_mht = qk_mhtK.new_empty(m, h, 2 * C)
@@ -182,16 +187,16 @@ def _decays(inputs: _Inputs, block: TokenBlock) -> _Decays:
     beta_bC, decay_bC = (
         (_read(x, block) * block.mask).transpose(1, 2).flatten(0, 1) for x in (inputs.beta_nH, inputs.decay_nH)
     )
-    # In fp64, as small differences of large sums count.
+    # In fp64, since small differences of large sums matter.
     g_bC = decay_bC.cumsum(-1, dtype=torch.float64)
     until_bC, since_bC = _exp(g_bC.float()), _exp((g_bC[:, -1:] - g_bC).float())
-    # Above the diagonal exp could overflow.
+    # Masked before exp, which could overflow above the diagonal, and after.
     within_bCC = _exp((g_bC[:, :, None] - g_bC[:, None]).float().tril_()).tril_()
     return _Decays(until_bC, since_bC, until_bC[:, -1], within_bCC, beta_bC)
 
 
 def _exp(x: Tensor) -> Tensor:
-    """Exponentiate in place. Results below 2 exp(`LEAST`) are 0, as CPUs are slow with denormal numbers."""
+    """Exponentiate in place. Results below 2 exp(`LEAST`) become 0, since CPUs are slow with denormal numbers."""
     return torch.threshold_(x.clamp_(min=LEAST).exp_(), 2 * math.exp(LEAST), 0.0)
 
 
@@ -205,8 +210,8 @@ def _scan(
     sizes: list[int],
     follows: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Run from step to step: return what each token adds, the state before each chunk, and the one before the next
-    block. `v` is overwritten.
+    """Run over the steps of a block. Return the updates R, the state before each chunk, and the state before the next
+    block. `v_bCV` is overwritten.
     """
     added_bCV = torch.empty_like(v_bCV)
     states_bKV = v_bCV.new_empty(len(v_bCV), read_bCK.shape[-1], v_bCV.shape[-1])
@@ -217,7 +222,7 @@ def _scan(
         states_bKV[: sizes[0]].zero_()
     else:
         states_bKV[: sizes[0]].copy_(state)
-    if v_bCV.is_meta:  # Steps allocate nothing.
+    if v_bCV.is_meta:  # The steps allocate nothing.
         return added_bCV, states_bKV, after
     for i, (v, read, written, solved, whole, added) in enumerate(zip(*each, strict=True)):
         now, then = states[i], states[i + 1]
@@ -230,113 +235,117 @@ def _scan(
 
 
 def _backward(
-    inputs: _Inputs, inside: _Inside, block: TokenBlock, grad: Tensor, of_after: Tensor | None, of_inputs: _Inputs
+    inputs: _Inputs, inside: _Inside, block: TokenBlock, grad: Tensor, grad_after: Tensor | None, grad_inputs: _Inputs
 ) -> Tensor | None:
-    """Write a block's gradients, given that of the state after it; return that of the state before it."""
+    """Write the gradients of a block's inputs, given the gradient of the state after it. Return the gradient of the
+    state before it.
+    """
     C, (H, V), K = block.length, grad.shape[1:], inputs.q_nhK.shape[2]
-    # Gradients of the two products with the state: of exp(g) q S, and of -exp(g) k S, minus that of v.
-    of_both_btV = inside.added_bCV.new_empty(len(inside.added_bCV), 2 * C, V)
-    of_out_bCV, minus_bCV = of_both_btV.split(C, dim=1)
+    # Gradients of the two products with the state: exp(g) q S, and -exp(g) k S, whose gradient is minus that of v.
+    grad_both_btV = inside.added_bCV.new_empty(len(inside.added_bCV), 2 * C, V)
+    grad_out_bCV, minus_bCV = grad_both_btV.split(C, dim=1)
     factors = (block.mask * K**-0.5)[:, None]
-    torch.mul(_read(grad, block).transpose(1, 2), factors, out=of_out_bCV.unflatten(0, (-1, H)))
-    of_states_bKV, of_before = _scan_back(inside, of_both_btV, of_after, [n * H for n in block.steps], block.starts)
-
-    of_qk_mhtK, of_g_bC = _back_from_read(inside, torch.bmm(of_both_btV, inside.states_bKV.mT))
-    of_keys_mhCK = of_qk_mhtK[:, :, C:]
-    of_part_mhCK, of_g_part_bC, of_beta_bC = _back_from_state(inside, of_states_bKV)
-    of_keys_mhCK += of_part_mhCK
-    of_g_bC += of_g_part_bC
-    of_products_mhtC, of_g_part_bC, of_beta_part_bC = _back_from_scores(
-        inside, torch.bmm(of_both_btV, inside.added_bCV.mT)
+    torch.mul(_read(grad, block).transpose(1, 2), factors, out=grad_out_bCV.unflatten(0, (-1, H)))
+    grad_states_bKV, grad_before = _scan_back(
+        inside, grad_both_btV, grad_after, [n * H for n in block.steps], block.starts
     )
-    of_qk_mhtK += of_products_mhtC @ inside.qk_mhtK[:, :, C:]
-    of_keys_mhCK += of_products_mhtC.mT @ inside.qk_mhtK
-    of_g_bC += of_g_part_bC
-    of_beta_bC += of_beta_part_bC
-    # Of x / sqrt(x^2 + eps).
-    along_mht1 = (of_qk_mhtK * inside.qk_mhtK).sum(-1, keepdim=True)
-    of_qk_mhtK.addcmul_(inside.qk_mhtK, along_mht1, value=-1).mul_(inside.inverse_mht[..., None])
 
-    of_q_mhCK, of_k_mhCK = of_qk_mhtK.split(C, dim=2)
-    _write(of_inputs.q_nhK, of_q_mhCK.flatten(0, 1), block)
-    _write(of_inputs.k_nhK, of_k_mhCK.flatten(0, 1), block)
-    _write(of_inputs.v_nHV, minus_bCV, block, -1.0)
-    _write(of_inputs.decay_nH, of_g_bC.flip(-1).cumsum(-1).flip(-1), block)
-    _write(of_inputs.beta_nH, of_beta_bC, block)
-    return of_before
+    grad_qk_mhtK, grad_g_bC = _back_from_read(inside, torch.bmm(grad_both_btV, inside.states_bKV.mT))
+    grad_keys_mhCK = grad_qk_mhtK[:, :, C:]
+    grad_keys_term_mhCK, grad_g_term_bC, grad_beta_bC = _back_from_state(inside, grad_states_bKV)
+    grad_keys_mhCK += grad_keys_term_mhCK
+    grad_g_bC += grad_g_term_bC
+    grad_products_mhtC, grad_g_term_bC, grad_beta_term_bC = _back_from_scores(
+        inside, torch.bmm(grad_both_btV, inside.added_bCV.mT)
+    )
+    grad_qk_mhtK += grad_products_mhtC @ inside.qk_mhtK[:, :, C:]
+    grad_keys_mhCK += grad_products_mhtC.mT @ inside.qk_mhtK
+    grad_g_bC += grad_g_term_bC
+    grad_beta_bC += grad_beta_term_bC
+    # Backward pass of the normalisation, x / sqrt(x^2 + eps).
+    along_mht1 = (grad_qk_mhtK * inside.qk_mhtK).sum(-1, keepdim=True)
+    grad_qk_mhtK.addcmul_(inside.qk_mhtK, along_mht1, value=-1).mul_(inside.inverse_mht[..., None])
 
-
-def _back_from_read(inside: _Inside, of_read_btK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of q and k, and of g, given that of `read`, which is overwritten."""
-    of_g_bt = (of_read_btK * inside.read_btK).sum(-1)
-    of_read_btK.mul_(inside.decays.until_bC.repeat(1, 2)[:, :, None])
-    return inside.by_key_head(of_read_btK).sum(2), of_g_bt.unflatten(1, (2, -1)).sum(1)
-
-
-def _back_from_state(inside: _Inside, of_states_bKV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of k, g and beta, given that of the state after each chunk."""
-    of_written_bCK = torch.bmm(inside.added_bCV, of_states_bKV.mT)
-    keys_mh1CK = inside.qk_mhtK[:, :, None, of_written_bCK.shape[1] :]
-    of_beta_bC = (inside.by_key_head(of_written_bCK) * keys_mh1CK).sum(-1).flatten(0, 2) * inside.decays.since_bC
-    of_written_bCK.mul_((inside.decays.since_bC * inside.decays.beta_bC)[:, :, None])
-    # Of g_c - g, which is 0 for the last token.
-    of_g_bC = (of_beta_bC * inside.decays.beta_bC).neg_()
-    of_whole_b = (of_states_bKV * inside.states_bKV).sum((1, 2)) * inside.decays.whole_b
-    of_g_bC[:, -1] = of_whole_b - of_g_bC[:, :-1].sum(1)
-    return inside.by_key_head(of_written_bCK).sum(2), of_g_bC, of_beta_bC
+    grad_q_mhCK, grad_k_mhCK = grad_qk_mhtK.split(C, dim=2)
+    _write(grad_inputs.q_nhK, grad_q_mhCK.flatten(0, 1), block)
+    _write(grad_inputs.k_nhK, grad_k_mhCK.flatten(0, 1), block)
+    _write(grad_inputs.v_nHV, minus_bCV, block, -1.0)
+    _write(grad_inputs.decay_nH, grad_g_bC.flip(-1).cumsum(-1).flip(-1), block)
+    _write(grad_inputs.beta_nH, grad_beta_bC, block)
+    return grad_before
 
 
-def _back_from_scores(inside: _Inside, of_both_btC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q k^T and k k^T, of g, and of beta, given that of P and A, which is overwritten."""
-    of_both_b2CC, beta_bC = of_both_btC.unflatten(1, (2, -1)), inside.decays.beta_bC
-    of_both_b2CC.mul_(inside.decays.within_bCC[:, None])
-    of_both_b2CC[:, 1].diagonal(dim1=1, dim2=2).zero_()
-    shares_bCC = (inside.by_key_head(of_both_btC) * inside.products_mhtC[:, :, None]).flatten(0, 2)
-    shares_bCC = shares_bCC.unflatten(1, (2, -1)).sum(1)
-    own_bC = shares_bCC.diagonal(dim1=1, dim2=2)
-    of_beta_bC = own_bC.clone()
-    own_bC.zero_()  # Does not decay.
-    columns_bC = shares_bCC.sum(1)
-    of_g_bC = torch.bmm(shares_bCC, beta_bC[:, :, None])[:, :, 0] - columns_bC * beta_bC
-    of_both_b2CC.mul_(beta_bC[:, None, None])
-    return inside.by_key_head(of_both_btC).sum(2), of_g_bC, of_beta_bC + columns_bC
+def _back_from_read(inside: _Inside, grad_read_btK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of q and k, and of g, given the gradient of `read`, which is overwritten."""
+    grad_g_bt = (grad_read_btK * inside.read_btK).sum(-1)
+    grad_read_btK.mul_(inside.decays.until_bC.repeat(1, 2)[:, :, None])
+    return inside.by_key_head(grad_read_btK).sum(2), grad_g_bt.unflatten(1, (2, -1)).sum(1)
+
+
+def _back_from_state(inside: _Inside, grad_states_bKV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of k, g and beta, given the gradient of the state after each chunk."""
+    grad_written_bCK = torch.bmm(inside.added_bCV, grad_states_bKV.mT)
+    keys_mh1CK = inside.qk_mhtK[:, :, None, grad_written_bCK.shape[1] :]
+    grad_beta_bC = (inside.by_key_head(grad_written_bCK) * keys_mh1CK).sum(-1).flatten(0, 2) * inside.decays.since_bC
+    grad_written_bCK.mul_((inside.decays.since_bC * inside.decays.beta_bC)[:, :, None])
+    # Through g_c - g, which is 0 for the last token.
+    grad_g_bC = (grad_beta_bC * inside.decays.beta_bC).neg_()
+    grad_whole_b = (grad_states_bKV * inside.states_bKV).sum((1, 2)) * inside.decays.whole_b
+    grad_g_bC[:, -1] = grad_whole_b - grad_g_bC[:, :-1].sum(1)
+    return inside.by_key_head(grad_written_bCK).sum(2), grad_g_bC, grad_beta_bC
+
+
+def _back_from_scores(inside: _Inside, grad_both_btC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q k^T and k k^T, g, and beta, given the gradient of P and A, which is overwritten."""
+    grad_both_b2CC, beta_bC = grad_both_btC.unflatten(1, (2, -1)), inside.decays.beta_bC
+    grad_both_b2CC.mul_(inside.decays.within_bCC[:, None])
+    grad_both_b2CC[:, 1].diagonal(dim1=1, dim2=2).zero_()
+    terms_bCC = (inside.by_key_head(grad_both_btC) * inside.products_mhtC[:, :, None]).flatten(0, 2)
+    terms_bCC = terms_bCC.unflatten(1, (2, -1)).sum(1)
+    diagonal_bC = terms_bCC.diagonal(dim1=1, dim2=2)
+    grad_beta_bC = diagonal_bC.clone()
+    diagonal_bC.zero_()  # A token does not decay relative to itself.
+    columns_bC = terms_bCC.sum(1)
+    grad_g_bC = torch.bmm(terms_bCC, beta_bC[:, :, None])[:, :, 0] - columns_bC * beta_bC
+    grad_both_b2CC.mul_(beta_bC[:, None, None])
+    return inside.by_key_head(grad_both_btC).sum(2), grad_g_bC, grad_beta_bC + columns_bC
 
 
 def _scan_back(
     inside: _Inside,
-    of_both_btV: Tensor,
-    of_after: Tensor | None,
+    grad_both_btV: Tensor,
+    grad_after: Tensor | None,
     sizes: list[int],
     starts: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run from step to step backwards: write the second half of `of_both`, given the first; return the gradients of the
-    state after each chunk, and of the state before the block.
+    """Run backwards over the steps of a block: write the second half of `grad_both`, given the first. Return the
+    gradients of the state after each chunk and of the state before the block.
     """
     C = inside.added_bCV.shape[1]
-    minus_bCV = torch.bmm(inside.scores_bCC.mT, of_both_btV[:, :C]).neg_()
-    of_states_bKV = torch.empty_like(inside.states_bKV)
-    before = None if starts else torch.empty_like(of_states_bKV[: sizes[0]])
+    minus_bCV = torch.bmm(inside.scores_bCC.mT, grad_both_btV[:, :C]).neg_()
+    grad_states_bKV = torch.empty_like(inside.states_bKV)
+    before = None if starts else torch.empty_like(grad_states_bKV[: sizes[0]])
     whole_b11 = inside.decays.whole_b[:, None, None]
-    tensors = (inside.read_btK, inside.written_bCK, inside.solved_bCC, whole_b11, of_both_btV, minus_bCV)
+    tensors = (inside.read_btK, inside.written_bCK, inside.solved_bCC, whole_b11, grad_both_btV, minus_bCV)
     each = list(zip(*(x.split(sizes) for x in tensors), strict=True))
-    of_states = [before, *of_states_bKV.split(sizes)]
-    _fill(of_states[-1], of_after)
+    grad_states = [before, *grad_states_bKV.split(sizes)]
+    _fill(grad_states[-1], grad_after)
     if minus_bCV.is_meta:
-        return of_states_bKV, before
+        return grad_states_bKV, before
     for i in reversed(range(len(sizes))):
-        read, written, solved, whole, of_both, minus = each[i]
-        after, to = of_states[i + 1], of_states[i]
-        torch.bmm(solved.mT, minus.baddbmm_(written, after, alpha=-1), out=of_both[:, C:])
+        read, written, solved, whole, grad_both, minus = each[i]
+        after, to = grad_states[i + 1], grad_states[i]
+        torch.bmm(solved.mT, minus.baddbmm_(written, after, alpha=-1), out=grad_both[:, C:])
         if to is not None:
             count = len(after)
             torch.mul(after, whole, out=to[:count])
-            to[:count].baddbmm_(read.mT, of_both)
+            to[:count].baddbmm_(read.mT, grad_both)
             to[count:].zero_()
-    return of_states_bKV, before
+    return grad_states_bKV, before
 
 
 def _fill(to: Tensor, first: Tensor | None) -> None:
-    """Copy `first` to the beginning, and zeros after it."""
+    """Copy `first` to the beginning of `to`, and fill the rest with zeros."""
     count = 0 if first is None else len(first)
     if first is not None:
         to[:count].copy_(first)
@@ -344,23 +353,23 @@ def _fill(to: Tensor, first: Tensor | None) -> None:
 
 
 def _times(x_mhtK: Tensor, factors_bt: Tensor) -> Tensor:
-    """Multiply rows, or elements, of each key head by factors of its value heads: [b, t, K]."""
+    """Multiply the rows, or elements, of each key head by factors of its value heads: [b, t, K]."""
     factors = factors_bt if factors_bt.dim() == 3 else factors_bt[:, :, None]
     return (x_mhtK[:, :, None] * factors.unflatten(0, (*x_mhtK.shape[:2], -1))).flatten(0, 2)
 
 
 def _rows_like(x: Tensor) -> Tensor:
-    """Return a row for each token, and one for padding."""
+    """Return an uninitialised tensor with a row per token of `x`, and one for padding."""
     return x.new_empty(len(x) + 1, *x.shape[1:])
 
 
 def _read(x: Tensor, block: TokenBlock) -> Tensor:
-    """Return the tokens of a block: [m, C, ...]. Padding has those of other tokens."""
+    """Return the rows of a block's tokens: [m, C, ...]. Padding has the values of another token."""
     return x.index_select(0, block.read).unflatten(0, (-1, block.length))
 
 
 def _write(to: Tensor, x_b: Tensor, block: TokenBlock, scale: float = 1.0) -> None:
-    """Write `x` [m heads, C, ...] times `scale` to the rows of its tokens."""
+    """Write `x_b` [m heads, C, ...] times `scale` to the rows of a block's tokens."""
     x = x_b.unflatten(0, (-1, to.shape[1])).transpose(1, 2)
     rows = torch.mul(x, scale, out=to.new_empty(x.shape))
     to.index_copy_(0, block.write, rows.flatten(0, 1))

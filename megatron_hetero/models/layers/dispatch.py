@@ -1,21 +1,23 @@
-"""Moves tokens of a layer to the ranks of their experts, and results back. No token is dropped.
+"""Moves the tokens of a layer to the ranks of their experts, and the results back. No token is dropped.
 
-Each rank routes its own tokens. A *pair* is a token with one of its chosen experts; a *row* is a token at a rank that
-has some of its experts, sent once however many these are:
+Each rank routes its local tokens. A *pair* is a token with one of its chosen experts. A *row* is a token at a rank that
+has some of its experts; it is sent once, even if there are several:
 
-    own tokens --take--> rows by rank --all-to-all--> rows --take--> pairs by expert --experts--> results of pairs
-    own tokens <--sum--- rows by rank <--all-to-all-- rows <--sum--- results of pairs
+    local tokens --take--> rows by rank --all-to-all--> rows --take--> pairs by expert --experts--> results of pairs
+    local tokens <--sum--- rows by rank <--all-to-all-- rows <--sum--- results of pairs
 
-`take` copies and `sum` adds up; each is the other's adjoint, so that backward passes are the same moves in reverse.
-Tokens arrive in the order of ranks: where these have consecutive tokens, an expert sees them in the order of one
-process.
+`take` copies rows and `sum` adds copies up. Each is the other's adjoint, so a backward pass is the same moves in
+reverse. Rows arrive in the order of ranks: if these have consecutive tokens, an expert sees them in the same order as
+in a single process.
 
-A row to each rank with one of k experts is, under uniform routing, ep (1 - (1 - 1/ep)^k) rows for a token, one in ep of
-which stays. That is never more than an all-gather of tokens, which sends each token everywhere.
+With ep ranks and k experts per token, uniform routing sends ep (1 - (1 - 1/ep)^k) rows per token, of which one in ep
+stays on its rank: never more than an all-gather, which sends each token to every rank.
 
-The host has to know the sizes of an exchange, which the router determines on the device. So a forward pass waits for
-the device once, unless all experts are on each rank; a backward pass and a recomputation know them. It waits once more
-for `Dispatch.host_ends`, where chunks or products one by one depend on the pairs of each expert.
+The host needs the sizes of the exchange, which the router determines on the device. So the forward pass waits for the
+device once, unless every rank has all experts; the backward pass and a recomputation reuse the sizes. It waits once
+more for `Dispatch.host_ends` where chunks, or products one expert at a time, depend on the pairs of each expert.
+
+Shapes: `tokens` are local tokens without padding, `k` experts per token, `width` elements of a row.
 """
 
 from __future__ import annotations
@@ -32,32 +34,33 @@ from torch.autograd.function import once_differentiable
 
 
 def block(experts: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return the experts [start, stop) of a rank; blocks differ by one expert at most."""
+    """Return the experts [start, stop) of a rank. The sizes of blocks differ by at most one expert."""
     return experts * rank // ranks, experts * (rank + 1) // ranks
 
 
 class Copies(NamedTuple):
-    """Copies of rows: `rows` [copies] the row of each copy; `order` [copies] the copies in the order of rows; `starts`
-    [rows] the first of each row in it. int64.
-    """
+    """Copies of rows. All tensors are int64."""
 
     rows: Tensor
+    """[copies], the row of each copy."""
     order: Tensor
+    """[copies], the copies sorted by row."""
     starts: Tensor
+    """[rows], the place in `order` of each row's first copy."""
 
     @classmethod
     def of(cls, rows: Tensor, order: Tensor, counts: Tensor) -> Copies:
-        """Return copies of rows that have `counts` [rows] of them."""
+        """Return the copies of rows, of which each has `counts` [rows]."""
         return cls(rows, order, counts.cumsum(0) - counts)
 
 
 def take(x: Tensor, copies: Copies) -> Tensor:
-    """Return copies [copies, width] of rows `x` [rows, width]."""
+    """Copy rows `x` [rows, width]: [copies, width]."""
     return _Moved.apply(x, copies, False)  # pyright: ignore[reportReturnType]
 
 
 def add_up(x: Tensor, copies: Copies) -> Tensor:
-    """Return the sums [rows, width] of copies `x` [copies, width]."""
+    """Add up the copies `x` [copies, width] of each row: [rows, width]."""
     return _Moved.apply(x, copies, True)  # pyright: ignore[reportReturnType]
 
 
@@ -78,13 +81,13 @@ def _moved(x: Tensor, copies: Copies, adds: bool) -> Tensor:
         return x.index_select(0, copies.rows)
     if not len(x):
         return x.new_zeros(len(copies.starts), x.shape[1])
-    # Sums in one order, and in fp32, which `index_add_` does not on a GPU.
+    # It adds in a fixed order and in fp32; `index_add_` on a GPU does neither.
     return F.embedding_bag(copies.order, x, copies.starts, mode="sum")
 
 
 @dataclass(frozen=True, eq=False)
 class RowExchange:
-    """An all-to-all over `group`: rows that this rank sends to each, and receives from each."""
+    """An all-to-all over `group`, with the number of rows that this rank sends to and receives from each member."""
 
     group: dist.ProcessGroup
     sent: tuple[int, ...]
@@ -92,15 +95,15 @@ class RowExchange:
 
     @property
     def back(self) -> RowExchange:
-        """The exchange in the other direction."""
+        """The exchange in the opposite direction."""
         return RowExchange(self.group, self.received, self.sent)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the received rows [received, width] for `x` [sent, width]."""
+        """Send `x` [sent, width] and return the received rows [received, width]."""
         return _Exchanged.apply(x, self)  # pyright: ignore[reportReturnType]
 
     def run(self, x: Tensor) -> Tensor:
-        """Do the same, which autograd does not see."""
+        """Do the same without autograd."""
         out = x.new_empty(sum(self.received), *x.shape[1:])
         dist.all_to_all_single(out, x.contiguous(), list(self.received), list(self.sent), group=self.group)
         return out
@@ -119,7 +122,7 @@ class _Exchanged(torch.autograd.Function):
 
 
 class Sizes(NamedTuple):
-    """Sizes of a dispatch on one rank: rows that it sends to each rank and receives from each, and pairs received."""
+    """Sizes of a dispatch on one rank: rows sent to each rank, rows received from each, and pairs received."""
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
@@ -127,7 +130,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def expected(cls, tokens: int, top_k: int, ranks: int, imbalance: float) -> Sizes:
-        """Return the sizes under uniform routing, on a rank whose experts get `imbalance` times as much as the mean."""
+        """Return the sizes under uniform routing, on a rank whose experts receive `imbalance` times the mean."""
         to_each = round(tokens * (1 - (1 - 1 / ranks) ** top_k))
         received = min(tokens, round(to_each * imbalance))
         return cls((to_each,) * ranks, (received,) * ranks, round(tokens * top_k * imbalance))
@@ -135,15 +138,15 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Dispatch:
-    """The moves of the tokens of a rank in one layer and micro-batch.
+    """The moves of a rank's tokens in one layer and micro-batch.
 
     Attributes:
         chosen: int64 [tokens, k], the experts of each token.
-        rows: copies of tokens that are sent, by rank; None if no rank has other experts.
-        exchange: the exchange of these rows, likewise.
-        pairs: copies of received rows, by expert.
-        choice: int64 [pairs], the place of each pair in [received rows, k].
-        ends: int32 [experts of this rank], where the pairs of each end.
+        rows: the copies of tokens to send, sorted by rank; None if every rank has all experts.
+        exchange: the exchange of these rows; None if every rank has all experts.
+        pairs: the copies of received rows, sorted by expert.
+        choice: int64 [pairs], the index of each pair in [received rows, k].
+        ends: int32 [experts of this rank], where the pairs of each expert end.
     """
 
     chosen: Tensor
@@ -155,49 +158,51 @@ class Dispatch:
 
     @cached_property
     def host_ends(self) -> tuple[int, ...]:
-        """`ends`, for which the host waits once."""
+        """`ends` on the host, which waits for them once."""
         return _read(self.ends, len(self.choice))
 
     @classmethod
     def of(cls, chosen: Tensor, experts: int, group: dist.ProcessGroup, imbalance: float = 1.0) -> Dispatch:
-        """Return the moves for `chosen` int64 [tokens, k]. Collective if `group` has several ranks.
+        """Return the moves of local tokens. Collective if `group` has several ranks.
 
         Args:
-            chosen: the experts of each token.
-            experts: their number.
-            group: ranks that have them.
-            imbalance: see `Sizes.expected`, for tensors without values.
+            chosen: int64 [tokens, k], the experts of each token.
+            experts: number of experts.
+            group: the ranks over which experts are divided.
+            imbalance: see `Sizes.expected`; used for tensors on the device `meta`.
         """
         ranks = group.size()
-        own = block(experts, group.rank(), ranks)
+        local = block(experts, group.rank(), ranks)
         if ranks == 1:
-            return cls(chosen, None, None, *_by_expert(chosen, own, experts, chosen.numel()))
+            return cls(chosen, None, None, *_by_expert(chosen, local, experts, chosen.numel()))
         owner = (chosen * ranks + (ranks - 1)) // experts  # The inverse of `block`.
         to_rank = chosen.new_zeros(len(chosen), ranks, dtype=torch.bool).scatter_(1, owner, True)
         sizes = _sizes(owner, to_rank, group, imbalance)
         exchange = RowExchange(group, sizes.sent, sizes.received)
-        # Without the rest of what they are views of.
+        # `contiguous` frees the other column of the result.
         tokens = torch.nonzero_static(to_rank.t(), size=sum(sizes.sent))[:, 1].contiguous()
         rows = Copies.of(tokens, tokens.argsort(stable=True), to_rank.sum(1))
         received = exchange.run(chosen.int().index_select(0, tokens)).long()
-        return cls(chosen, rows, exchange, *_by_expert(received, own, experts, sizes.pairs))
+        return cls(chosen, rows, exchange, *_by_expert(received, local, experts, sizes.pairs))
 
     def send(self, x: Tensor) -> Tensor:
-        """Return the rows [received, width] that come for `x` [tokens, width]."""
+        """Send local tokens `x` [tokens, width] and return the received rows [received, width]."""
         if self.rows is None or self.exchange is None:
             return x
         return self.exchange(take(x, self.rows))
 
-    def bring_back(self, x: Tensor) -> Tensor:
-        """Return the sums [tokens, width] of results `x` [received, width] of rows."""
+    def combine(self, x: Tensor) -> Tensor:
+        """Send the results `x` [received, width] of rows back, and return their sum for each local token
+        [tokens, width].
+        """
         if self.rows is None or self.exchange is None:
             return x
         return add_up(self.exchange.back(x), self.rows)
 
 
 def _sizes(owner: Tensor, to_rank: Tensor, group: dist.ProcessGroup, imbalance: float) -> Sizes:
-    """Exchange sizes, and wait for them. `owner` int64 [tokens, k] and `to_rank` bool [tokens, ranks]: the ranks of the
-    experts of each token.
+    """Exchange the sizes of a dispatch and wait for them. `owner`: int64 [tokens, k], the rank of each chosen expert;
+    `to_rank`: bool [tokens, ranks], whether a token is sent to each rank.
     """
     tokens, ranks = to_rank.shape
     if owner.is_meta:
@@ -212,16 +217,26 @@ def _sizes(owner: Tensor, to_rank: Tensor, group: dist.ProcessGroup, imbalance: 
 
 
 def _read(ends: Tensor, pairs: int) -> tuple[int, ...]:
-    """Return `ends` on the host. Those of tensors without values have all `pairs` of one expert, which need most."""
+    """Return `ends` on the host. On the device `meta`, assume that one expert has all `pairs`, the worst case for
+    memory.
+    """
     return (pairs,) * len(ends) if ends.is_meta else tuple(ends.tolist())
 
 
-def _by_expert(chosen: Tensor, own: tuple[int, int], experts: int, pairs: int) -> tuple[Copies, Tensor, Tensor]:
-    """Return copies of rows by expert of this rank, the place of each in `chosen` [rows, k], and where the copies of
-    each expert end. `own`: those of all `experts` that are this rank's; `pairs`: number of copies.
+def _by_expert(chosen: Tensor, local: tuple[int, int], experts: int, pairs: int) -> tuple[Copies, Tensor, Tensor]:
+    """Sort the pairs of this rank's experts by expert.
+
+    Args:
+        chosen: int64 [rows, k], the experts of each row.
+        local: the experts [start, stop) of this rank.
+        experts: number of experts on all ranks.
+        pairs: number of pairs of this rank's experts.
+
+    Returns:
+        Copies of rows, the index of each pair in `chosen`, and where the pairs of each expert end.
     """
-    start, stop = own
-    expert = (chosen - start) % experts  # From 0 on its own, others behind.
+    start, stop = local
+    expert = (chosen - start) % experts  # Local experts are numbered from 0, others follow.
     choice = expert.flatten().argsort(stable=True)[:pairs].clone()
     counts = chosen.new_zeros(experts).scatter_(0, expert.flatten(), 1, reduce="add")[: stop - start]
     copies = Copies.of(choice // chosen.shape[1], choice.argsort(), (expert < stop - start).sum(1))

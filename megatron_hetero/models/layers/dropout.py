@@ -1,8 +1,8 @@
-"""Dropout of the inputs of adapters, drawn by a hash of what an element is instead of by a generator.
+"""Dropout of the inputs of adapters by a hash of each element's identity, in place of a random generator.
 
-An element is dropped by the run's seed, its layer, its token and its column alone: equally on every rank that computes
-with it, in every layout, micro-batch and order of tokens, when it is recomputed, and after a resume. The backward pass
-computes the mask again, so that none is saved.
+Whether an element is dropped depends only on the run's seed, its layer, its token and its column. So the mask is the
+same on every rank, in every layout, micro-batch and order of tokens, after a resume, and when it is recomputed, as in
+the backward pass, which saves no mask.
 
     id of a token      64 mixed bits of its sample and its place there (`megatron_hetero.data.token_ids`)
     key of a layer     64 bits of seed and name, odd
@@ -10,11 +10,11 @@ computes the mask again, so that none is saved.
     column [in]        32 mixed bits of the column's number in the whole layer
     element [S, in]    dropped if mixed(row ^ column) < p 2**32
 
-`mixed` has the two multiplications of lowbias32 and the shift between them (Wellons 2018, "Prospecting for hash
-functions"). Rows and columns are mixed before, and the highest bits of the result decide, so that its other two shifts
-are not needed. Two tokens have the same mask in a layer if their rows are equal: one pair in 2**32.
+`mixed` consists of the two multiplications of lowbias32 and the shift between them (Wellons 2018, "Prospecting for hash
+functions"). Its other two shifts are not needed, because rows and columns are already mixed, and the highest bits of
+the result decide. Two tokens have the same mask in a layer if their rows are equal: one pair in 2**32.
 
-Projections that are one parameter, such as queries, keys and values, have one mask, where `peft` draws one for each.
+Projections in one parameter, such as queries, keys and values, share a mask; `peft` draws one for each.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _STEP, _FIRST, _SECOND = (np.uint64(each) for each in (0x9E3779B97F4A7C15, 0xBF5
 
 
 def mixed_bits(*fields: np.ndarray | int) -> np.ndarray:
-    """Return 64 bits of fields of integers that are broadcast, int64: SplitMix64 (Steele et al. 2014, OOPSLA) of one
-    field after the other.
+    """Return a 64-bit hash of `fields`, integers that are broadcast: int64, by SplitMix64 (Steele et al. 2014, OOPSLA)
+    of one field after the other.
     """
     state = np.zeros(1, np.uint64)
     for each in fields:
@@ -53,37 +53,36 @@ def mixed_bits(*fields: np.ndarray | int) -> np.ndarray:
 class TokenIds:
     """Ids of the tokens of a shard, padding included.
 
-    `values`: int64 [ranks, tokens of each], the tokens of each tp rank where activations are split over tp, else one
-    row with all of them.
+    `values`: int64 [ranks, tokens per rank] where activations are split over tp, else int64 [1, tokens].
     """
 
     values: Tensor
-    _in_parts: dict[tuple[int, ...], Tensor] = field(default_factory=dict[tuple[int, ...], Tensor])
+    _by_chunk: dict[tuple[int, ...], Tensor] = field(default_factory=dict[tuple[int, ...], Tensor])
 
-    def own(self, rank: int) -> Tensor:
+    def local(self, rank: int) -> Tensor:
         """Return the ids of a tp rank's tokens, where activations are split."""
         return self.values[rank]
 
-    def in_parts(self, parts: Sequence[int]) -> Tensor:
-        """Return the ids of all tokens, part by part and within a part rank by rank. `parts`: tokens of each rank."""
+    def by_chunk(self, chunks: Sequence[int]) -> Tensor:
+        """Return the ids of all tokens, chunk by chunk and within a chunk rank by rank. `chunks`: sizes on a rank."""
         if len(self.values) == 1:
             return self.values[0]
-        key = tuple(parts)
-        if key not in self._in_parts:
-            self._in_parts[key] = torch.cat([part.flatten() for part in self.values.split(key, dim=1)])
-        return self._in_parts[key]
+        key = tuple(chunks)
+        if key not in self._by_chunk:
+            self._by_chunk[key] = torch.cat([chunk.flatten() for chunk in self.values.split(key, dim=1)])
+        return self._by_chunk[key]
 
     def of_units(self, unit: int) -> TokenIds:
-        """Return ids of units of so many tokens."""
+        """Return the ids of units of `unit` tokens."""
         return TokenIds(self.values[:, ::unit])
 
 
-def ids_of_pieces(ids: TokenIds | None, pieces: Sequence[Tensor]) -> Iterator[TokenIds | None]:
-    """Yield the ids of each piece of a tp rank's tokens, and of the same tokens of the others."""
+def ids_of_chunks(ids: TokenIds | None, chunks: Sequence[Tensor]) -> Iterator[TokenIds | None]:
+    """Yield the ids of each chunk of the tokens, on all tp ranks."""
     if ids is None:
-        yield from [None] * len(pieces)
+        yield from [None] * len(chunks)
     else:
-        yield from (TokenIds(values) for values in ids.values.split([len(piece) for piece in pieces], dim=1))
+        yield from (TokenIds(values) for values in ids.values.split([len(chunk) for chunk in chunks], dim=1))
 
 
 @dataclass(frozen=True)
@@ -91,9 +90,9 @@ class Dropout:
     """Dropout of the input of an adapter.
 
     Attributes:
-        p: the probability with which an element is dropped.
-        key: of the layer, an odd number of 64 bits with a sign.
-        first: number of this rank's first column in the whole layer.
+        p: probability that an element is dropped.
+        key: key of the layer, an odd signed 64-bit number.
+        first: index of this rank's first column in the whole layer.
     """
 
     p: float
@@ -102,32 +101,32 @@ class Dropout:
 
     @classmethod
     def of(cls, p: float, seed: int, layer: str, first: int) -> Self:
-        """Return the dropout of a `layer` of this name in a run with that seed."""
+        """Return the dropout of the layer with this name in a run with this seed."""
         digest = hashlib.sha256(f"dropout {seed} {layer}".encode()).digest()
         return cls(p, int.from_bytes(digest[:8], "little", signed=True) | 1, first)
 
     @property
     def scale(self) -> float:
-        """What the remaining elements are to be multiplied by."""
+        """Factor for the remaining elements."""
         return 1 / (1 - self.p)
 
     @property
     def threshold(self) -> int:
-        """Hash, int32, below which elements are dropped."""
+        """The int32 hash below which elements are dropped."""
         return round(self.p * 2**32) - 2**31
 
     def linear(self, x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-        """Multiply the elements of `x` [S, 1, in] that are not dropped, without `scale`, by `weight` [out, in]: [S, 1,
-        out]. `ids`: of the tokens, int64 [S].
+        """Drop elements of `x` [S, 1, in], without applying `scale`, and multiply by `weight` [out, in]: [S, 1, out].
+        `ids`: ids of the tokens, int64 [S].
         """
         return _DroppedLinear.apply(x, weight, self.rows(ids), self)  # pyright: ignore[reportReturnType]
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return the rows of tokens, int32 [S]."""
+        """Return the hashed row of each token, int32 [S]."""
         return ((ids * self.key) >> 32).to(torch.int32)
 
     def dropped(self, rows: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
-        """Return each of `xs` [S, 1, in] with zeros where elements are dropped."""
+        """Return each of `xs` [S, 1, in] with dropped elements set to zero."""
         columns = _columns(self.first, xs[0].shape[-1], rows.device)
         function: Callable[..., Any] = compiled(_zeroed) if compiles_for(xs[0]) else _zeroed
         return function(rows, columns, self.threshold, *xs)
@@ -135,17 +134,17 @@ class Dropout:
 
 @lru_cache(maxsize=64)
 def _columns(first: int, width: int, device: torch.device) -> Tensor:
-    """Return the columns from `first` on, int32 [width]."""
+    """Return the hashed columns from number `first` on, int32 [width]."""
     bits = mixed_bits(np.arange(first, first + width))
     with torch.inference_mode(False):
         return on_device(torch.from_numpy((bits >> 32).astype(np.int32)), device)
 
 
 def _zeroed(rows: Tensor, columns: Tensor, threshold: int, *xs: Tensor) -> tuple[Tensor, ...]:
-    """One pass over memory where it is compiled."""
+    """Set dropped elements to zero; a single pass over memory if compiled."""
     bits = rows.view(-1, 1, 1) ^ columns
     bits *= 0x7FEB352D
-    bits ^= bits >> 15  # With its sign: a number and its complement become the same one.
+    bits ^= bits >> 15  # An arithmetic shift: a number and its complement become equal.
     bits *= 0x846CA68B - 2**32
     is_dropped = bits < threshold
     return tuple(x.masked_fill(is_dropped, 0) for x in xs)
@@ -163,10 +162,12 @@ class _DroppedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
-        of_x = product(grad, weight) if ctx.needs_input_grad[0] else None
-        zeroed = iter(ctx.dropout.dropped(ctx.rows, *(each for each in (of_x, x) if each is not None)))
-        of_x = None if of_x is None else next(zeroed)
-        of_weight = None
+        grad_x = product(grad, weight) if ctx.needs_input_grad[0] else None
+        grad_weight = None
+        # In one call, which computes the mask once.
+        dropped = iter(ctx.dropout.dropped(ctx.rows, *(each for each in (grad_x, x) if each is not None)))
+        if grad_x is not None:
+            grad_x = next(dropped)
         if x is not None:
-            of_weight = gradient_of_weight(ctx.parameter, grad.flatten(0, -2).t(), next(zeroed).flatten(0, -2))
-        return of_x, of_weight, None, None
+            grad_weight = gradient_of_weight(ctx.parameter, grad.flatten(0, -2).t(), next(dropped).flatten(0, -2))
+        return grad_x, grad_weight, None, None

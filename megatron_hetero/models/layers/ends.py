@@ -1,4 +1,4 @@
-"""Ends of modules, as values and as torch modules: embeddings of patches and of tokens, mergers, heads."""
+"""Ends of modules, as values and as torch modules: patch and token embeddings, mergers, heads."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from megatron_hetero.hf.weight_map import (
 from megatron_hetero.hf.weight_map import share as share_of
 from megatron_hetero.models.layers.dropout import TokenIds
 from megatron_hetero.models.layers.norms import Norm
-from megatron_hetero.models.layers.overlapped import first_in_parts, second_in_parts
+from megatron_hetero.models.layers.overlapped import first_in_chunks, second_in_chunks
 from megatron_hetero.models.layers.parts import Operations, Part, Site, Tokens, kinds, named
 
 
 @dataclass(frozen=True)
 class PatchEmbedding(Part):
-    """A linear layer on the elements of each patch. `dims`: shape of a patch in the stored weight."""
+    """A linear layer on the elements of a patch. `dims`: shape of a patch in the stored weight."""
 
     dims: tuple[int, ...]
     hidden: int
@@ -40,12 +40,12 @@ class PatchEmbedding(Part):
         return torch.Size(self.dims).numel()
 
     def tensors(self) -> TensorShapes:
-        """Return the weight, and the bias if there is one."""
+        """Return the weight and the bias, if any."""
         shapes: TensorShapes = {"proj.weight": (self.hidden, *self.dims)}
         return shapes | ({"proj.bias": (self.hidden,)} if self.bias else {})
 
     def slices(self, stored: str, share: Share) -> WeightMap:
-        """Return all of it on every rank."""
+        """Return the whole tensors on every rank."""
         return {kind: whole(f"{stored}proj.{kind}", self.hidden) for kind in kinds(self.bias)}
 
     def operations(self, tokens: Tokens) -> Operations:
@@ -53,7 +53,7 @@ class PatchEmbedding(Part):
         return Operations(2 * tokens.total * self.elements * self.hidden)
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
-        """Build the linear layer. With split activations each rank embeds its own patches."""
+        """Build the linear layer. If activations are split, each rank embeds its local patches."""
         from megatron_hetero.models.layers.linear import WholeLinear
 
         options: dict[str, Any] = {"dtype": site.dtype, "device": site.platform.device}
@@ -62,8 +62,14 @@ class PatchEmbedding(Part):
 
 @dataclass(frozen=True)
 class Merger(Part):
-    """An MLP on each unit's concatenated patches, behind a norm of each patch or of each unit. `stored`: names of the
-    norm and of the two linear layers.
+    """An MLP on the concatenated patches of each unit, after a norm of each patch or of each unit.
+
+    Attributes:
+        hidden: width of a patch.
+        unit: patches per unit.
+        out: width of the output, a row.
+        norm: the norm, whose width is that of a patch or of a unit.
+        stored: names of the norm and of the two linear layers.
     """
 
     hidden: int
@@ -74,7 +80,7 @@ class Merger(Part):
 
     @property
     def width(self) -> int:
-        """Number of elements of a unit."""
+        """Width of a unit."""
         return self.hidden * self.unit
 
     def tensors(self) -> TensorShapes:
@@ -90,17 +96,17 @@ class Merger(Part):
     def slices(self, stored: str, share: Share) -> WeightMap:
         """Split the first layer by rows, the second by columns."""
         norm, fc1, fc2 = (stored + name for name in self.stored)
-        part, _ = share_of(self.width, *share)
+        local, _ = share_of(self.width, *share)
         return {
             **named("norm", self.norm.slices(f"{norm}.", share)),
-            "linear_fc1.weight": stack((f"{fc1}.weight", part)),
-            "linear_fc1.bias": stack((f"{fc1}.bias", part)),
-            "linear_fc2.weight": columns(f"{fc2}.weight", self.out, part),
+            "linear_fc1.weight": stack((f"{fc1}.weight", local)),
+            "linear_fc1.bias": stack((f"{fc1}.bias", local)),
+            "linear_fc2.weight": columns(f"{fc2}.weight", self.out, local),
             "linear_fc2.bias": whole(f"{fc2}.bias", self.out),
         }
 
     def operations(self, tokens: Tokens) -> Operations:
-        """Count two products for each unit."""
+        """Count two products per unit."""
         return Operations(2 * (tokens.total // self.unit) * (self.width * self.width + self.width * self.out))
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
@@ -119,16 +125,16 @@ class PatchMerger(torch.nn.Module):
         self.linear_fc2 = site.row_linear(self.width, merger.out, bias=True)
 
     def forward(self, patches: Tensor, ids: TokenIds | None = None) -> Tensor:
-        """Compute [S, 1, hidden] to rows [S / unit, out]. `ids`: of patches, for dropout."""
+        """Merge patches [S, 1, hidden] to rows [S / unit, out]. `ids`: ids of patches, for dropout."""
         units = self.norm(patches.view(-1, 1, self.normed)).view(-1, 1, self.width)
         ids = ids and ids.of_units(self.unit)
-        hidden, _ = first_in_parts(self.linear_fc1, units, (len(units),), ids=ids)
-        return second_in_parts(self.linear_fc2, torch.nn.functional.gelu(hidden), (len(units),), ids)[0].squeeze(1)
+        hidden, _ = first_in_chunks(self.linear_fc1, units, (len(units),), ids=ids)
+        return second_in_chunks(self.linear_fc2, torch.nn.functional.gelu(hidden), (len(units),), ids)[0].squeeze(1)
 
 
 @dataclass(frozen=True)
 class TokenEmbedding(Part):
-    """A table of `vocab` rows that is split over tp."""
+    """An embedding table of `vocab` rows, which is split over tp."""
 
     vocab: int
     hidden: int
@@ -162,20 +168,20 @@ class _TokenEmbedding(torch.nn.Module):
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Embed tokens [S]: [S, 1, hidden], or [S / tp, 1, hidden] where activations are split over tp."""
+        """Embed `tokens` [S]: [S, 1, hidden], or [S / tp, 1, hidden] where activations are split over tp."""
         embedded = self.word_embeddings(tokens.unsqueeze(0))
         return embedded if self.splits_activations else embedded.transpose(0, 1).contiguous()
 
 
 class Head(TokenEmbedding):
-    """A linear layer without bias to logits of `vocab` tokens, whose weight is a table as that of the embedding."""
+    """A linear layer without bias to the logits of `vocab` tokens. Its weight is stored like an embedding."""
 
     parameter = "weight"
 
     def operations(self, tokens: Tokens) -> Operations:
-        """Count one product for each supervised token."""
+        """Count one product per supervised token."""
         return Operations(2 * tokens.supervised * self.hidden * self.vocab)
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
-        """Build the linear layer, of which the loss uses the weight alone."""
+        """Build the linear layer. The loss uses only its weight."""
         return site.column_linear(self.hidden, site.tp * split_length(self.vocab, site.tp), bias=False)

@@ -1,14 +1,18 @@
-"""Exchange of tokens for heads over ranks that share sequences, with any number of heads on each of them.
+"""Exchange of heads for tokens between ranks that share sequences, which may have different numbers of heads.
 
-Shape suffixes: n tokens of this rank, N of all members of the group, c columns, C those of one member.
+Shape suffixes:
+    n  tokens of this rank
+    N  tokens of all members of the group
+    c  columns of all members
+    C  columns of one member
 
-    scatter_columns   [n, c] -> [N, C]   each member gets its columns of all tokens, which may overlap other members'
-    gather_columns    [N, C] -> [n, c]   each member gets all columns of its own tokens, member after member
+    scatter_columns   [n, c] -> [N, C]   each member gets its columns of all tokens; columns of members may overlap
+    gather_columns    [N, C] -> [n, c]   each member gets all columns of its tokens, member after member
 
-Each is one all-to-all forward, and one backward. Every member knows all lengths and all columns, so that members
-without tokens or without columns take part in the same exchanges.
+Each is one all-to-all in the forward and one in the backward pass. Every member knows all lengths and columns, so that
+members without tokens or columns join the same exchanges.
 
-The method is that of Ulysses (Jacobs et al. 2023, arXiv 2309.14509); heads need not be as many on each member.
+The method is Ulysses (Jacobs et al. 2023, arXiv 2309.14509), extended to uneven numbers of heads.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ def width_of(columns: Columns) -> int:
 
 
 def even_ranges(size: int, members: int) -> tuple[Interval, ...]:
-    """Return a range of `size` for each member, as even as possible; the first one is among the longest.
+    """Divide `size` into one range per member, as evenly as possible, with a longest range first.
 
     >>> even_ranges(4, 3)
     ((0, 2), (2, 3), (3, 4))
@@ -44,8 +48,8 @@ def even_ranges(size: int, members: int) -> tuple[Interval, ...]:
 
 
 def connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Exchange a number between all members, which connects them on NCCL: their hosts wait for each other in the first
-    exchange, which must not be amid a step. `Topology.build` does so for modules in `exchanging`.
+    """Exchange a number between all members. On NCCL the first exchange connects them and makes their hosts wait for
+    each other, which must not happen inside a step. `Topology.build` calls this for modules in `exchanging`.
     """
     sent = torch.zeros(group.size(), device=device)
     dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
@@ -54,12 +58,12 @@ def connect(group: dist.ProcessGroup, device: torch.device) -> None:
 def scatter_columns(
     x_nc: Tensor, columns: Sequence[Columns], lengths: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """Give each member its `columns` of all tokens: [N, C], member after member. `lengths`: tokens of each member."""
+    """Send each member its `columns`; returns [N, C], member after member. `lengths`: tokens of each member."""
     return _Scatter.apply(x_nc, columns, lengths, group)  # pyright: ignore[reportReturnType]
 
 
 def gather_columns(x_NC: Tensor, widths: Sequence[int], lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Give each member all columns of its own tokens: [n, sum of `widths`], which are the columns of each member."""
+    """Send each member the columns of its tokens; returns [n, sum of `widths`]. `widths`: columns of each member."""
     return _Gather.apply(x_NC, widths, lengths, group)  # pyright: ignore[reportReturnType]
 
 
@@ -74,12 +78,12 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        parts = _gathered(grad, list(map(width_of, ctx.columns)), ctx.lengths, ctx.group)
-        out = grad.new_zeros(ctx.lengths[ctx.group.rank()], ctx.width)
-        for part, columns in zip(parts, ctx.columns, strict=True):
-            for piece, (start, stop) in zip(_pieces(part, columns), columns, strict=True):
-                out[:, start:stop] += piece
-        return out, None, None, None
+        by_member = _gathered(grad, list(map(width_of, ctx.columns)), ctx.lengths, ctx.group)
+        grad_x = grad.new_zeros(ctx.lengths[ctx.group.rank()], ctx.width)
+        for gathered, columns in zip(by_member, ctx.columns, strict=True):
+            for values, (start, stop) in zip(_split(gathered, columns), columns, strict=True):
+                grad_x[:, start:stop] += values
+        return grad_x, None, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -96,31 +100,33 @@ class _Gather(torch.autograd.Function):
 
 
 def _scattered(x: Tensor, columns: Sequence[Columns], lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    widths, mine = list(map(width_of, columns)), len(x)
-    sent = x.new_empty(mine * sum(widths))
-    for part, own in zip(_by_width(sent, mine, widths), columns, strict=True):
-        for piece, (start, stop) in zip(_pieces(part, own), own, strict=True):
-            piece.copy_(x[:, start:stop])
+    """Return [N, C]."""
+    widths, tokens = list(map(width_of, columns)), len(x)
+    sent = x.new_empty(tokens * sum(widths))
+    for buffer, each in zip(_by_width(sent, tokens, widths), columns, strict=True):
+        for values, (start, stop) in zip(_split(buffer, each), each, strict=True):
+            values.copy_(x[:, start:stop])
     width = widths[group.rank()]
     received = x.new_empty(sum(lengths) * width)
-    dist.all_to_all_single(received, sent, [n * width for n in lengths], [mine * each for each in widths], group=group)
+    sizes = [n * width for n in lengths], [tokens * each for each in widths]
+    dist.all_to_all_single(received, sent, *sizes, group=group)
     return received.view(sum(lengths), width)
 
 
 def _gathered(x: Tensor, widths: Sequence[int], lengths: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
-    """Return [n, width] for each of `widths`."""
-    mine, width = lengths[group.rank()], widths[group.rank()]
-    received = x.new_empty(mine * sum(widths))
-    sizes = [mine * each for each in widths], [n * width for n in lengths]
+    """Return the columns of each member for this rank's tokens: [n, width] for each of `widths`."""
+    tokens, width = lengths[group.rank()], widths[group.rank()]
+    received = x.new_empty(tokens * sum(widths))
+    sizes = [tokens * each for each in widths], [n * width for n in lengths]
     dist.all_to_all_single(received, x.contiguous().view(-1), *sizes, group=group)
-    return _by_width(received, mine, widths)
+    return _by_width(received, tokens, widths)
 
 
 def _by_width(flat: Tensor, rows: int, widths: Sequence[int]) -> list[Tensor]:
-    """Return matrices of so many rows that follow each other in memory."""
-    parts = flat.split([rows * width for width in widths])
-    return [part.view(rows, width) for part, width in zip(parts, widths, strict=True)]
+    """View consecutive ranges of a flat tensor as matrices [rows, width]."""
+    segments = flat.split([rows * width for width in widths])
+    return [segment.view(rows, width) for segment, width in zip(segments, widths, strict=True)]
 
 
-def _pieces(part: Tensor, columns: Columns) -> Sequence[Tensor]:
-    return part.split([stop - start for start, stop in columns], dim=1)
+def _split(x: Tensor, columns: Columns) -> Sequence[Tensor]:
+    return x.split([stop - start for start, stop in columns], dim=1)

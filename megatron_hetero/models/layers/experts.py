@@ -1,11 +1,13 @@
-"""Sparse MLPs: a router chooses some experts for each token. A value and its torch module.
+"""Mixture-of-experts MLPs, as a value and as a torch module: a router chooses k experts for each token.
 
-    hidden -> router -> softmax -> the k likeliest, which share their probability -> dispatch -> experts -> back, summed
+    hidden -> router -> softmax -> top k, normalised -> dispatch -> experts -> combine
 
-Experts are divided over the ranks of the view `EXPERTS` in blocks, each with its whole matrices, which one grouped
-product multiplies. Where tp ranks have copies of the hidden states each routes its own part of the tokens; padding is
-never routed. A weight is multiplied into an expert's hidden activations, before its last matrix, so that the results of
-pairs need not be saved; and of what goes into experts only the rows that arrived are.
+Blocks of experts are divided over the ranks of the view `EXPERTS`. A rank has the whole matrices of its experts, which
+one grouped product multiplies. If the hidden states are replicated over tp, each tp rank routes its share of the
+tokens. Padding is never routed. The routing weight is applied to an expert's hidden activations before its last matrix,
+so that the expert's output need not be saved; of the inputs of experts only the received rows are saved.
+
+Terms are those of `dispatch`: a *pair* is a token with one of its experts, a *row* a token at a rank.
 """
 
 from __future__ import annotations
@@ -24,8 +26,7 @@ from megatron_hetero.groups.megatron import tensor_parallel
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, TensorSlice, WeightMap, split_length, whole
 from megatron_hetero.layout.axes import EXPERTS
 from megatron_hetero.models.layers.compiled import activated, run
-from megatron_hetero.models.layers.dispatch import Dispatch, block, take
-from megatron_hetero.models.layers.dispatch import add_up as added_up
+from megatron_hetero.models.layers.dispatch import Dispatch, add_up, block, take
 from megatron_hetero.models.layers.grouped import Ends, Matrices, grouped_linear, is_grouped
 from megatron_hetero.models.layers.low_rank import ExpertsLowRank
 from megatron_hetero.models.layers.mlp import MLP, swiglu
@@ -35,8 +36,15 @@ from megatron_hetero.models.layers.recompute import not_saving, recompute
 
 @dataclass(frozen=True)
 class ExpertMLP(MLPPart):
-    """A router and experts, as a part of a layer. `ffn`: width of an expert; `top_k`: experts of a token; `stored`:
-    prefix of the stored tensors. `shared`: an MLP for all tokens beside them, times the sigmoid of a gate.
+    """A router and its experts, as a part of a layer.
+
+    Attributes:
+        hidden: width of a token.
+        ffn: width of an expert.
+        experts: number of experts.
+        top_k: number of experts per token.
+        stored: prefix of the stored tensors.
+        shared: an MLP for all tokens, whose output is multiplied by the sigmoid of a gate, if any.
     """
 
     hidden: int
@@ -49,7 +57,7 @@ class ExpertMLP(MLPPart):
 
     @property
     def padded(self) -> int:
-        """Width of an expert with padding, for aligned products."""
+        """Width of an expert including padding, for aligned products."""
         return split_length(self.ffn, 1)
 
     @property
@@ -63,7 +71,7 @@ class ExpertMLP(MLPPart):
         return 2 * self.top_k * 2 * self.hidden * self.ffn + (0 if self.shared is None else self.shared.first_product)
 
     def tensors(self) -> TensorShapes:
-        """Return the router's weight, and the matrices of each expert."""
+        """Return the router's weight, the matrices of each expert, and the shared MLP."""
         wide = (self.ffn, self.hidden)
         kinds = {"gate_proj": wide, "up_proj": wide, "down_proj": wide[::-1]}
         result = {f"{self.stored}gate.weight": (self.experts, self.hidden)}
@@ -77,11 +85,11 @@ class ExpertMLP(MLPPart):
         return f"{self.stored}experts.{expert}.{kind}.weight"
 
     def weight_map(self, stored: str, share: Share, view: str = MAIN) -> WeightMap:
-        """Return the router and what all tokens use, or the matrices of this share's experts: gate above up, and down,
-        one expert below the other.
+        """Return the router and the shared MLP in the main view. In the view of experts return the matrices of this
+        share's experts, one expert after the other: gate above up, and down.
         """
         if view == EXPERTS.name:
-            return named("experts", self._of_experts(stored, range(*block(self.experts, *share))))
+            return named("experts", self._expert_slices(stored, range(*block(self.experts, *share))))
         if view != MAIN:
             return {}
         result: dict[str, Any] = {"router": whole(f"{stored}{self.stored}gate.weight", self.experts)}
@@ -90,23 +98,22 @@ class ExpertMLP(MLPPart):
             result |= named("shared", self.shared.weight_map(stored, share, view))
         return result
 
-    def _of_experts(self, stored: str, own: Sequence[int]) -> WeightMap:
-        first, second, wide, padding = [], [], self.padded, self.padded - self.ffn
-        for place, expert in enumerate(own):
+    def _expert_slices(self, stored: str, experts: Sequence[int]) -> WeightMap:
+        first, second, padding = list[TensorSlice](), list[TensorSlice](), self.padded - self.ffn
+        for place, expert in enumerate(experts):
             for half, kind in enumerate(("gate_proj", "up_proj")):
-                at = (2 * place + half) * wide
+                at = (2 * place + half) * self.padded
                 first.append(TensorSlice(stored + self._name(expert, kind), (0, self.ffn), at, padding=padding))
             down, at = stored + self._name(expert, "down_proj"), place * self.hidden
             second.append(TensorSlice(down, (0, self.hidden), at, columns=(0, self.ffn), padding=padding))
         return {"first": tuple(first), "second": tuple(second)}
 
     def operations(self, tokens: Tokens) -> Operations:
-        """Count products with the router's weight and with those of the chosen experts."""
-        of_token = 2 * (self.experts + self.top_k * 3 * self.ffn) * self.hidden
-        found = Operations(tokens.total * of_token)
-        if self.shared is None:
-            return found
-        return Operations(found.linear + self.shared.operations(tokens).linear + 2 * tokens.total * self.hidden)
+        """Count the products with the weights of the router, the chosen experts, and the shared MLP."""
+        linear = tokens.total * 2 * (self.experts + self.top_k * 3 * self.ffn) * self.hidden
+        if self.shared is not None:
+            linear += self.shared.operations(tokens).linear + 2 * tokens.total * self.hidden
+        return Operations(linear)
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
         """Build the torch module."""
@@ -120,7 +127,7 @@ class ExpertMLPModule(torch.nn.Module):
     """
 
     imbalance = 1.0
-    # On the device of what comes, as modules may be built on PyTorch's device `meta`.
+    # Allocated on the device of the first input, since modules may be built on PyTorch's device `meta`.
     _loads: Tensor | None = None
 
     def __init__(self, part: ExpertMLP, site: Site, number: int):
@@ -139,7 +146,7 @@ class ExpertMLPModule(torch.nn.Module):
         self.experts = _Experts(part, stop - start, site, options)
 
     def forward(self, hidden: Tensor, call: LayerCall) -> tuple[Tensor, Tensor | None]:
-        """Compute `hidden` [S, 1, hidden] ([S / tp, 1, hidden] where activations are split) to the same."""
+        """Apply the MLP to `hidden` [S, 1, hidden], or [S / tp, 1, hidden] where activations are split."""
         out = self._routed(hidden, call)
         if self.part.shared is not None:
             shared, _ = self.shared(hidden, call)
@@ -147,36 +154,36 @@ class ExpertMLPModule(torch.nn.Module):
         return out, None
 
     def take_loads(self) -> Tensor:
-        """Return the tokens of each expert that this rank has routed while training since the last call, int64
-        [experts].
+        """Return the number of tokens that this rank has routed to each expert while training since the last call:
+        int64 [experts].
         """
-        found, self._loads = self._loads, None
-        return torch.zeros(self.part.experts, dtype=torch.int64, device=self.router.device) if found is None else found
+        loads, self._loads = self._loads, None
+        return torch.zeros(self.part.experts, dtype=torch.int64, device=self.router.device) if loads is None else loads
 
     def _routed(self, hidden: Tensor, call: LayerCall) -> Tensor:
         if self.splits or self.tp.size() == 1:
-            return self._of_own(hidden, call)
+            return self._of_local(hidden, call)
         padded = F.pad(hidden, (0, 0, 0, 0, 0, -len(hidden) % self.tp.size()))
-        own = tensor_parallel.scatter_to_sequence_parallel_region(padded, group=self.tp)
+        local = tensor_parallel.scatter_to_sequence_parallel_region(padded, group=self.tp)
         gather = tensor_parallel.gather_from_sequence_parallel_region
-        out = gather(self._of_own(own, call), tensor_parallel_output_grad=False, group=self.tp)
+        out = gather(self._of_local(local, call), tensor_parallel_output_grad=False, group=self.tp)
         return out[: len(hidden)]
 
-    def _of_own(self, hidden: Tensor, call: LayerCall) -> Tensor:
-        """Compute this rank's part of the tokens, of which padding comes out as zero."""
+    def _of_local(self, hidden: Tensor, call: LayerCall) -> Tensor:
+        """Apply the experts to this rank's tokens `hidden` [tokens, 1, hidden]; the result is zero for padding."""
         first = len(hidden) * self.tp.rank()
         count = max(0, min(call.tokens - first, len(hidden)))
         tokens = (hidden[:count] if count < len(hidden) else hidden).squeeze(1)  # A slice's gradient is a copy.
         dispatch, weights = self._route(tokens, call, first)
         rows, weights = dispatch.send(tokens), dispatch.send(weights)
         weights = weights.flatten().index_select(0, dispatch.choice)
-        out = dispatch.bring_back(added_up(self.experts(rows, weights, dispatch), dispatch.pairs))
+        out = dispatch.combine(add_up(self.experts(rows, weights, dispatch), dispatch.pairs))
         padding = len(hidden) - len(out)
         return F.pad(out.unsqueeze(1), (0, 0, 0, 0, 0, padding)) if padding else out.unsqueeze(1)
 
     def _route(self, tokens: Tensor, call: LayerCall, first: int) -> tuple[Dispatch, Tensor]:
-        """Choose experts for `tokens` [tokens, hidden], the first of which is the shard's token `first`; when a layer
-        is recomputed, those that were chosen the first time. Returns the moves, and weights [tokens, k] of experts.
+        """Choose experts for `tokens` [tokens, hidden], which begin with token `first` of the shard. A recomputation
+        reuses the choice of the first forward pass. Returns the dispatch and the routing weights [tokens, k].
         """
         logits = F.linear(tokens, self.router)
         probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
@@ -201,7 +208,7 @@ class ExpertMLPModule(torch.nn.Module):
 
 
 class _Experts(torch.nn.Module):
-    """The experts of this rank: a module of its own, since ZeRO 2 and 3 share the weights of a view by modules."""
+    """The experts of this rank. A separate module, since ZeRO 2 and 3 shard the weights of each view by module."""
 
     def __init__(self, part: ExpertMLP, experts: int, site: Site, options: dict[str, Any]):
         super().__init__()
@@ -210,16 +217,16 @@ class _Experts(torch.nn.Module):
         self.second = torch.nn.Parameter(torch.empty(experts * part.hidden, part.padded, **options))
 
     def forward(self, rows: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
-        """Compute the pairs of `rows` [rows, hidden], times their `weights` [pairs], to [pairs, hidden]."""
-        # Here, since `not_saving` does not know tensors that FSDP2 has passed on.
+        """Apply the experts to the pairs of `rows` [rows, hidden] with routing `weights` [pairs]: [pairs, hidden]."""
+        # Inside this module, since `not_saving` does not recognise tensors that FSDP2 has passed on.
         x = recompute(lambda rows: take(rows, dispatch.pairs), rows)
         first, second = self._matrices("first"), self._matrices("second")
         widths = (*first.weight.shape[1:], second.weight.shape[2])
         ends = dispatch.ends if is_grouped(x, *widths) else dispatch.host_ends
         if 0 < self.limit < len(x):
-            given = chunks(dispatch.host_ends, self.limit), ends, self._inner, (first.scale, second.scale)
+            plan = chunks(dispatch.host_ends, self.limit), ends, self._inner, (first.scale, second.scale)
             with not_saving(x):
-                return _Chunked.apply(x, weights, given, *first[:3], *second[:3])  # pyright: ignore[reportReturnType]
+                return _Chunked.apply(x, weights, plan, *first[:3], *second[:3])  # pyright: ignore[reportReturnType]
         with not_saving(x):
             wide = grouped_linear(x, first, ends)
         inner = recompute(self._inner, wide, weights)
@@ -227,7 +234,7 @@ class _Experts(torch.nn.Module):
             return grouped_linear(inner, second, ends)
 
     def _matrices(self, name: str) -> Matrices:
-        """Return those of all experts in the parameter of that name, with those of adapters beside it."""
+        """Return the matrices in the parameter `name` by expert, with the matrices of its adapter."""
         weight, lora = getattr(self, name), cast(ExpertsLowRank | None, getattr(self, f"{name}_lora", None))
         if lora is None:
             return Matrices(self._by_expert(weight))
@@ -237,44 +244,50 @@ class _Experts(torch.nn.Module):
         return matrices.view(self.experts, -1, matrices.shape[1])
 
     def _inner(self, wide: Tensor, weights: Tensor) -> Tensor:
-        """Compute gate and up [pairs, 2 ffn] to [pairs, ffn], times `weights` [pairs]."""
+        """Return the activation [pairs, ffn] of gate and up [pairs, 2 ffn], times `weights` [pairs]."""
         inner = run(activated, wide, F.silu, True) if self.compiled else swiglu(wide)
         return inner * weights[:, None]
 
 
 def chunks(ends: Sequence[int], limit: int) -> list[tuple[slice, slice, bool]]:
-    """Divide experts, whose rows end at `ends`, into chunks of at most `limit` rows: experts with all of their rows, or
-    one expert with some of its rows, and whether these continue those of the chunk before.
+    """Divide experts, whose rows end at `ends`, into chunks of at most `limit` rows. A chunk has some experts with all
+    of their rows, or a single expert with some of its rows.
+
+    Returns for each chunk its experts, its rows, and whether it continues the expert of the previous chunk.
     """
-    found, first, start = list[tuple[slice, slice, bool]](), 0, 0
+    result, first, start = list[tuple[slice, slice, bool]](), 0, 0
     while first < len(ends):
         last = max(first + 1, bisect_right(ends, start + limit))
         stop = ends[last - 1]
         for at in range(start, max(stop, start + 1), limit):
-            found.append((slice(first, last), slice(at, min(at + limit, stop)), at > start))
+            result.append((slice(first, last), slice(at, min(at + limit, stop)), at > start))
         first, start = last, stop
-    return found
+    return result
 
 
 def _inside(ends: Ends, experts: slice, rows: slice) -> Ends:
-    """Return where in a chunk the rows of each of its experts end."""
+    """Return where the rows of each expert of a chunk end, counted from the chunk's first row."""
     if isinstance(ends, Tensor):
         return ends[experts].clamp(max=rows.stop) - rows.start
     return [min(end, rows.stop) - rows.start for end in ends[experts]]
 
 
 class _Chunked(torch.autograd.Function):
-    """Experts chunk by chunk, of which only inputs are saved. The gradient of an expert's weights is one product, or
-    the sum in fp32 of those of its chunks. `matrices`: those of the first `Matrices`, then those of the second.
+    """Computes experts chunk by chunk and saves only the inputs. If an expert has several chunks, their products for
+    its weight gradient are summed in fp32.
+
+    `plan`: the chunks, `ends`, the activation function, and the scales of the adapters. `matrices`: weight, A and B of
+    the first and then of the second parameter.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, given: Any, *matrices: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weights: Tensor, plan: Any, *matrices: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weights, *matrices)
-        ctx.given = cuts, ends, activate, scales = given
+        ctx.plan = cuts, ends, activate, scales = plan
         out, layers = torch.empty_like(x), _layers(matrices, scales)
         for experts, rows, _ in cuts:
-            (first, second), inside = (layer.of(experts) for layer in layers), _inside(ends, experts, rows)
+            first, second = (layer.of(experts) for layer in layers)
+            inside = _inside(ends, experts, rows)
             wide, _ = first.forward(x[rows], inside)
             out[rows], _ = second.forward(activate(wide, weights[rows]), inside)
         return out
@@ -282,23 +295,27 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (x, weights, *matrices), (cuts, ends, activate, scales) = ctx.saved_tensors, ctx.given
+        x, weights, *matrices = ctx.saved_tensors
+        cuts, ends, activate, scales = ctx.plan
         layers, needed = _layers(matrices, scales), ctx.needs_input_grad[3:]
         grad_x, grad_weights, grad = torch.empty_like(x), torch.empty_like(weights), grad.contiguous()
         grads = {at: torch.empty_like(matrices[at]) for at, need in enumerate(needed) if need}
         sums, sum_type = dict[int, Tensor](), torch.promote_types(x.dtype, torch.float32)
         for experts, rows, continues in cuts:
-            (first, second), inside = (layer.of(experts) for layer in layers), _inside(ends, experts, rows)
-            (wide, low), factors = first.forward(x[rows], inside), weights[rows].detach()
+            first, second = (layer.of(experts) for layer in layers)
+            inside = _inside(ends, experts, rows)
+            wide, low = first.forward(x[rows], inside)
+            factors = weights[rows].detach()
             with torch.enable_grad():
                 inner = activate(wide.requires_grad_(), factors.requires_grad_())
-            grad_inner, of_low = second.backward(grad[rows], inside)
+            grad_inner, grad_low = second.backward(grad[rows], inside)
             grad_wide, grad_weights[rows] = torch.autograd.grad(inner, (wide, factors), grad_inner)
-            inner, low_inner = inner.detach(), second.low(inner.detach(), inside) if any(needed[3:]) else None
-            of_second = second.gradients(grad[rows], inner, low_inner, of_low, inside, needed[3:])
-            grad_x[rows], of_low = first.backward(grad_wide, inside)
-            of_first = first.gradients(grad_wide, x[rows], low, of_low, inside, needed[:3])
-            for at, product in enumerate((*of_first, *of_second)):
+            inner = inner.detach()
+            low_inner = second.low(inner, inside) if any(needed[3:]) else None
+            grads_second = second.gradients(grad[rows], inner, low_inner, grad_low, inside, needed[3:])
+            grad_x[rows], grad_low = first.backward(grad_wide, inside)
+            grads_first = first.gradients(grad_wide, x[rows], low, grad_low, inside, needed[:3])
+            for at, product in enumerate((*grads_first, *grads_second)):
                 if product is not None:
                     sums[at] = product + sums[at].to(sum_type) if continues else product
                     grads[at][experts] = sums[at]
@@ -306,5 +323,5 @@ class _Chunked(torch.autograd.Function):
 
 
 def _layers(matrices: Sequence[Any], scales: tuple[float, float]) -> list[Matrices]:
-    of_layers = zip((matrices[:3], matrices[3:]), scales, strict=True)
-    return [Matrices(weight, a, b, scale) for (weight, a, b), scale in of_layers]
+    """Return the matrices of the first and of the second parameter."""
+    return [Matrices(*each, scale) for each, scale in zip((matrices[:3], matrices[3:]), scales, strict=True)]

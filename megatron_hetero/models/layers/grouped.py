@@ -1,6 +1,6 @@
-"""Products of groups of rows, each with matrices of its own: in one kernel, or one after the other.
+"""Products of groups of rows with one matrix per group: in a single kernel, or one group after the other.
 
-    out = W x + scale * B A x        of each row x, with W, and where there are some A and B, of its group
+    out = W x + scale * B A x        for each row x, with the W (and A and B, if any) of its group
 
 A [r, in] and B [out, r] are low-rank matrices beside W [out, in] (`low_rank`).
 """
@@ -17,17 +17,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 Ends = Tensor | Sequence[int]
-"""Where the rows of each group end: int32 [groups], for one kernel; or numbers of the host, for a product each."""
+"""Where the rows of each group end: int32 [groups] on the device for a single kernel, or numbers on the host for one
+product per group.
+"""
 
 
 class Matrices(NamedTuple):
-    """The matrices of groups: `weight` [groups, out, in]; `a` [groups, r, in] and `b` [groups, out, r] if there are
-    low-rank ones.
-    """
+    """The matrices of groups, with low-rank ones if there are adapters."""
 
     weight: Tensor
+    """[groups, out, in]."""
     a: Tensor | None = None
+    """[groups, r, in]."""
     b: Tensor | None = None
+    """[groups, out, r]."""
     scale: float = 1.0
 
     def of(self, groups: slice) -> Matrices:
@@ -36,22 +39,22 @@ class Matrices(NamedTuple):
         return Matrices(self.weight[groups], a, b, self.scale)
 
     def forward(self, x: Tensor, ends: Ends) -> tuple[Tensor, Tensor | None]:
-        """Return out [rows, out] of rows `x` [rows, in], and `low`."""
+        """Return the output [rows, out] for rows `x` [rows, in], and the result of `low`."""
         out, low = products(x, self.weight.transpose(1, 2), ends), self.low(x, ends)
         if low is None or self.b is None:
             return out, None
         return _with_products(out, low, self.b.transpose(1, 2), ends), low
 
     def low(self, x: Tensor, ends: Ends) -> Tensor | None:
-        """Return scale A x [rows, r]."""
+        """Return scale * A x [rows, r]."""
         return None if self.a is None else self._scaled(products(x, self.a.transpose(1, 2), ends))
 
     def backward(self, grad: Tensor, ends: Ends) -> tuple[Tensor, Tensor | None]:
-        """Return the gradient of x, and that of A x."""
-        of_x, of_low = products(grad, self.weight, ends), self.backward_low(grad, ends)
-        if of_low is None or self.a is None:
-            return of_x, None
-        return _with_products(of_x, of_low, self.a, ends), of_low
+        """Return the gradients of x and of A x."""
+        grad_x, grad_low = products(grad, self.weight, ends), self.backward_low(grad, ends)
+        if grad_low is None or self.a is None:
+            return grad_x, None
+        return _with_products(grad_x, grad_low, self.a, ends), grad_low
 
     def backward_low(self, grad: Tensor, ends: Ends) -> Tensor | None:
         """Return the gradient of A x."""
@@ -62,12 +65,14 @@ class Matrices(NamedTuple):
         grad: Tensor,
         x: Tensor | None,
         low: Tensor | None,
-        of_low: Tensor | None,
+        grad_low: Tensor | None,
         ends: Ends,
         needed: Sequence[bool],
     ) -> Iterator[Tensor | None]:
-        """Yield the gradients of weight, a and b that are `needed`, given what the other two functions return."""
-        factors = (grad, x), (of_low, x), (grad, low)
+        """Yield the gradients of weight, a and b, or None where not `needed`. `low`, `grad_low`: results of `forward`
+        and `backward`.
+        """
+        factors = (grad, x), (grad_low, x), (grad, low)
         for (left, right), matrices, need in zip(factors, self[:3], needed, strict=True):
             if not need or left is None or right is None or matrices is None:
                 yield None
@@ -80,7 +85,7 @@ class Matrices(NamedTuple):
 
 def grouped_linear(x: Tensor, matrices: Matrices, ends: Ends) -> Tensor:
     """Multiply rows `x` [rows, in] by the matrices of their group: [rows, out]. `ends`: where the rows of each group
-    end, the last at the last row.
+    end; the last group ends at the last row.
     """
     return _GroupedLinear.apply(x, ends, matrices.scale, *matrices[:3])  # pyright: ignore[reportReturnType]
 
@@ -101,10 +106,10 @@ class _GroupedLinear(torch.autograd.Function):
         x, low, weight, a, b = ctx.saved_tensors
         matrices, grad, ends = Matrices(weight, a, b, ctx.scale), grad.contiguous(), ctx.ends
         if ctx.needs_input_grad[0]:
-            of_x, of_low = matrices.backward(grad, ends)
+            grad_x, grad_low = matrices.backward(grad, ends)
         else:
-            of_x, of_low = None, matrices.backward_low(grad, ends)
-        return of_x, None, None, *matrices.gradients(grad, x, low, of_low, ends, ctx.needs_input_grad[3:])
+            grad_x, grad_low = None, matrices.backward_low(grad, ends)
+        return grad_x, None, None, *matrices.gradients(grad, x, low, grad_low, ends, ctx.needs_input_grad[3:])
 
 
 def products(x: Tensor, matrices: Tensor, ends: Ends) -> Tensor:
@@ -130,9 +135,9 @@ def outer_products(grad: Tensor, x: Tensor, ends: Ends, weight: Tensor) -> Tenso
 
 
 def is_grouped(x: Tensor, *widths: int) -> bool:
-    """Whether PyTorch multiplies groups of rows in one kernel: rows are aligned to 16 bytes, of a dtype for which there
-    is one. On a GPU that is bfloat16 on compute capabilities 9 and 10 (`_grouped_mm_cuda` of GroupedBlas.cpp at v2.11);
-    on others `F.grouped_mm` is a loop that reads the ends in each product.
+    """Whether PyTorch multiplies groups of rows in a single kernel, which requires rows aligned to 16 bytes. On GPUs
+    there is one for bfloat16 on compute capabilities 9 and 10 (`_grouped_mm_cuda` of GroupedBlas.cpp at v2.11); on
+    others `F.grouped_mm` loops over groups and synchronises in each.
     """
     if any(width * x.element_size() % 16 for width in widths):
         return False
@@ -142,7 +147,7 @@ def is_grouped(x: Tensor, *widths: int) -> bool:
 
 
 def _with_products(out: Tensor, x: Tensor, matrices: Tensor, ends: Ends) -> Tensor:
-    """Add the `products` to `out` [rows, out], and return it."""
+    """Add `products(x, matrices, ends)` to `out` [rows, out] in place, and return it."""
     if isinstance(ends, Tensor) or x.is_meta:
         return out.add_(products(x, matrices, ends))
     for rows, matrix in zip(_groups(ends), matrices, strict=True):
@@ -152,5 +157,5 @@ def _with_products(out: Tensor, x: Tensor, matrices: Tensor, ends: Ends) -> Tens
 
 def _groups(ends: Ends) -> list[slice]:
     """Return the rows of each group."""
-    assert not isinstance(ends, Tensor), "the host does not read ends on a device"
+    assert not isinstance(ends, Tensor), "ends are on the host"
     return [slice(*bounds) for bounds in pairwise((0, *ends))]

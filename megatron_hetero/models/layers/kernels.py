@@ -1,14 +1,18 @@
-"""Kernels of attention inside the segments of a pack.
+"""Attention kernels for the segments of a pack.
 
-Shape suffixes: n tokens of queries, K of keys, H heads of this rank, h of them for keys and values (a divisor of H),
-D elements per head.
+Shape suffixes:
+    n  query tokens
+    K  key tokens
+    H  query heads of this rank
+    h  key/value heads of this rank, a divisor of H
+    D  elements per head
 
-    flash_attn_3  one launch for all segments, by FlashAttention-3, which is for Hopper
-    flash_attn    one launch for all segments, by the package flash-attn
+    flash_attn_3  one launch for all segments, by FlashAttention-3 on Hopper (optional package)
+    flash_attn    one launch for all segments, by flash-attn (optional package)
     torch_flash   one launch for all segments, by PyTorch's flash kernel
-    bucketed      one call of PyTorch's fused attention per shape of segments, on any device and in any precision
+    bucketed      one call of PyTorch's fused attention per shape of segment, on any device and in any precision
 
-The first two are of optional packages (`packages.py`). Nothing here needs a GPU.
+The choice between them is pure and needs no GPU.
 """
 
 from __future__ import annotations
@@ -41,8 +45,8 @@ PACKAGES = {"flash_attn_3": FLASH_ATTN_3, "flash_attn": FLASH_ATTN}
 
 
 class Kernel(Protocol):
-    """Attention inside each segment of `segments`, [n, H, D]. Causal segments end with their last query and last key.
-    Scores are scaled by 1 / sqrt(D).
+    """Attention inside each segment: [n, H, D]. Scores are scaled by 1 / sqrt(D). In causal segments the last query is
+    aligned with the last key.
     """
 
     def __call__(  # noqa: D102 (above)
@@ -53,7 +57,7 @@ class Kernel(Protocol):
 def choose_kernel(
     device: str, dtype: torch.dtype, head_dim: int, capability: tuple[int, int], installed: Collection[str]
 ) -> KernelName:
-    """Return the kernel for a type of `device`, a GPU of that CUDA `capability`. `installed`: names of `PACKAGES`."""
+    """Return the kernel for a device type and a GPU of a CUDA `capability`. `installed`: usable names of `PACKAGES`."""
     fits = head_dim <= FLASH_HEAD_DIM and head_dim % FLASH_HEAD_MULTIPLE == 0
     if not fits or device != "cuda" or dtype not in HALF or capability < FLASH_CAPABILITY:
         return "bucketed"
@@ -76,7 +80,7 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kerne
 
 
 def cuda_capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU; without one (`FakeTensorMode`) the lowest that has all kernels."""
+    """Return the compute capability of a GPU; without one (`FakeTensorMode`) the lowest that supports all kernels."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else FLASH_CAPABILITY
 
 
@@ -89,13 +93,13 @@ def torch_flash(
     causal: bool,
     op: Callable[..., Any] | None = None,
 ) -> Tensor:
-    """Attention by `op`, PyTorch's `_flash_attention_forward`, on which `torch.nn.attention.varlen` rests. That wrapper
-    changed between the supported versions of torch, the operator takes the same arguments in all of them.
+    """Compute attention by `op`, PyTorch's `_flash_attention_forward`. Its arguments are the same in all supported
+    versions of torch, unlike those of the wrapper `torch.nn.attention.varlen`.
 
-    It takes fewer heads for keys and values, in the backward pass too (their gradients are summed over the query heads
-    that share them), wants int32 offsets, elements of a head side by side and a multiple of 8 of them, and aligns
-    causal segments at the last query and key: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp,
-    `mha_varlen_fwd` and `mha_varlen_bwd`; mask.h in the same folder, `Mask::apply_mask`.
+    The operator supports fewer key/value heads (and sums their gradients over the query heads that share them),
+    requires int32 offsets and contiguous heads of a multiple of 8 elements, and aligns causal segments at the last
+    query and key: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_varlen_fwd` and
+    `mha_varlen_bwd`; mask.h in the same folder, `Mask::apply_mask`.
     """
     op = op or torch.ops.aten._flash_attention_forward
     out, *_ = op(
@@ -123,11 +127,11 @@ def flash_attn(
     causal: bool,
     function: Callable[..., Any],
 ) -> Tensor:
-    """Attention by `function`, the `flash_attn_varlen_func` of flash-attn 2 (flash_attn/flash_attn_interface.py), whose
-    arguments have the same names from 2.1 to 2.8, or of FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608;
-    hopper/flash_attn_interface.py), of which earlier betas return the logarithm of the softmax's sum too.
+    """Compute attention by `function`, `flash_attn_varlen_func` of flash-attn 2 (flash_attn/flash_attn_interface.py),
+    whose arguments have the same names from 2.1 to 2.8, or of FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608;
+    hopper/flash_attn_interface.py), whose earlier betas also return the logsumexp of the scores.
     """
-    found: Any = function(
+    out: Any = function(
         q_nHD,
         k_KhD,
         v_KhD,
@@ -138,7 +142,7 @@ def flash_attn(
         softmax_scale=q_nHD.shape[2] ** -0.5,
         causal=causal,
     )
-    return found[0] if isinstance(found, tuple) else found
+    return out[0] if isinstance(out, tuple) else out
 
 
 def bucketed(
@@ -150,20 +154,20 @@ def bucketed(
     causal: bool,
     attend: Callable[..., Tensor] = F.scaled_dot_product_attention,
 ) -> Tensor:
-    """Attention by `attend`, PyTorch's `scaled_dot_product_attention`, once for each bucket of `segments`."""
+    """Compute attention by `attend`, PyTorch's `scaled_dot_product_attention`, once per bucket of `segments`."""
     queries = [bucket.queries * bucket.segments for bucket in segments.buckets]
     keys = [bucket.keys * bucket.segments for bucket in segments.buckets]
-    q_parts = _ordered(q_nHD, segments.order).split(queries)
-    k_parts, v_parts = (_ordered(x, segments.key_order).split(keys) for x in (k_KhD, v_KhD))
-    parts = []
-    for *inputs, bucket in zip(q_parts, k_parts, v_parts, segments.buckets, strict=True):
+    q_buckets = _ordered(q_nHD, segments.order).split(queries)
+    k_buckets, v_buckets = (_ordered(x, segments.key_order).split(keys) for x in (k_KhD, v_KhD))
+    outs = []
+    for *inputs, bucket in zip(q_buckets, k_buckets, v_buckets, segments.buckets, strict=True):
         q, k, v = (x.unflatten(0, (bucket.segments, -1)).transpose(1, 2) for x in inputs)
-        # `is_causal` of this function aligns at the first query and key. A single query sees all keys.
+        # `is_causal` would align the first query and key. A single query sees all keys and needs no mask.
         masked = causal and 1 < bucket.queries < bucket.keys
         mask = segments.causal_mask(bucket) if masked else None
         options = {"is_causal": causal and bucket.queries == bucket.keys, "enable_gqa": q.shape[1] != k.shape[1]}
-        parts.append(attend(q, k, v, attn_mask=mask, **options).transpose(1, 2).flatten(0, 1))
-    out, order = parts[0] if len(parts) == 1 else torch.cat(parts), segments.order
+        outs.append(attend(q, k, v, attn_mask=mask, **options).transpose(1, 2).flatten(0, 1))
+    out, order = outs[0] if len(outs) == 1 else torch.cat(outs), segments.order
     return out if order is None else torch.empty_like(out).index_copy(0, order, out)
 
 

@@ -1,6 +1,6 @@
-"""Transformer layers: an attention part and an MLP part, each behind a norm.
+"""Transformer layers: an attention part and an MLP part, each after a norm.
 
-A new kind of attention or of MLP is a subclass of `AttentionPart` or `MLPPart` whose torch module computes
+A new kind of attention or MLP is a subclass of `AttentionPart` or `MLPPart` whose torch module computes
 
     attention   (hidden [S, 1, hidden], table [2, n, D], params) -> (out [S, 1, hidden], bias to add)
     MLP         (hidden [S, 1, hidden], `LayerCall`) -> the same
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layer:
-    """A pre-norm transformer layer: norm, attention, norm, MLP. `norm_names`: names of the stored norms."""
+    """A pre-norm transformer layer: norm, attention, norm, MLP. `norm_names`: stored names of the norms."""
 
     attention: AttentionPart
     mlp: MLPPart
@@ -37,14 +37,14 @@ class Layer:
 
     @property
     def views(self) -> tuple[str, ...]:
-        """Views that its parameters belong to."""
+        """Views to which its parameters belong."""
         return tuple(dict.fromkeys((*self.attention.views, *self.mlp.views)))
 
     def tensors(self) -> TensorShapes:
         """Return the stored tensors by their names in the layer."""
         norms = zip(self.norm_names, self.norms, strict=True)
-        of_norms = {f"{name}.{kind}": shape for name, norm in norms for kind, shape in norm.tensors().items()}
-        return of_norms | self.attention.tensors() | self.mlp.tensors()
+        tensors = {f"{name}.{kind}": shape for name, norm in norms for kind, shape in norm.tensors().items()}
+        return tensors | self.attention.tensors() | self.mlp.tensors()
 
     def weight_map(self, stored: str, share: Share, view: str = MAIN) -> WeightMap:
         """Return the parameters, see `Part.weight_map`."""
@@ -60,19 +60,19 @@ class Layer:
         }
 
     def operations(self, tokens: Tokens) -> Operations:
-        """Return the operations of the forward pass; norms count for none."""
+        """Return the operations of a forward pass; norms count as none."""
         parts = [part.operations(tokens) for part in (self.attention, self.mlp)]
         return Operations(*map(sum, zip(*parts, strict=True)))
 
     def build(self, site: Site, number: int, *, whole: bool = False) -> LayerModule:
-        """Build the torch module. `number`: in the whole module, from 0. `whole`: the backward pass recomputes all of
-        it from its input.
+        """Build the torch module. `number`: number in the whole module, from 0. `whole`: whether the backward pass
+        recomputes the whole layer from its input.
         """
         return LayerModule(self, site, number, whole=whole)
 
 
 class LayerModule(torch.nn.Module):
-    """Torch module of a `Layer`, with the arguments of `Layer.build`."""
+    """Torch module of a `Layer`; see `Layer.build` for the arguments."""
 
     def __init__(self, layer: Layer, site: Site, number: int, *, whole: bool):
         super().__init__()
@@ -84,36 +84,37 @@ class LayerModule(torch.nn.Module):
         self.mlp: Any = layer.mlp.build(site, number)
 
     def forward(self, hidden: Tensor, table_2nD: Tensor, plan: Any, balance: Balance | None = None) -> Tensor:
-        """Compute `hidden` [S, 1, hidden] ([S / tp, 1, hidden] where activations are split over tp) to the same.
+        """Apply the layer to `hidden` [S, 1, hidden], or [S / tp, 1, hidden] where activations are split over tp.
 
-        Recomputation is inside the layer, so that a wrapper gathers its weights once for both passes.
+        A recomputation happens inside the layer, so that a wrapper gathers the weights once for it and the backward
+        pass.
         """
         call = LayerCall(table_2nD.shape[1], balance, torch.is_grad_enabled(), plan.ids)
         if not (self.whole and self.training):
             return self._once(table_2nD, plan, call, hidden)
         if not hidden.requires_grad and any(p.requires_grad for p in self.parameters()):
-            # Behind frozen layers: without a gradient of its input the layer would compute none.
+            # After frozen layers the input needs no gradient, without which `checkpoint` would compute none at all.
             hidden = hidden.detach().requires_grad_(torch.is_grad_enabled())
-        again: Any = tensor_parallel.checkpoint(partial(self._once, table_2nD, plan, call), False, hidden)
-        return again
+        function: Any = partial(self._once, table_2nD, plan, call)
+        return tensor_parallel.checkpoint(function, False, hidden)  # pyright: ignore[reportReturnType]
 
     def _once(self, table_2nD: Tensor, plan: Any, call: LayerCall, hidden: Tensor) -> Tensor:
-        part = self.self_attention(self._normed(self.input_layernorm, hidden), table_2nD, plan)
+        out, bias = self.self_attention(self._normed(self.input_layernorm, hidden), table_2nD, plan)
         if self.compiled and not self.selective:
             norm = NormWeights.of(self.pre_mlp_layernorm)
-            hidden, for_mlp = run(added_and_normed, part[0], part[1], hidden, *norm)
+            hidden, normed_hidden = run(added_and_normed, out, bias, hidden, *norm)
         else:
-            hidden = _added(part, hidden)
-            for_mlp = self._normed(self.pre_mlp_layernorm, hidden)
-        return _added(self.mlp(for_mlp, call), hidden)
+            hidden = _added(out, bias, hidden)
+            normed_hidden = self._normed(self.pre_mlp_layernorm, hidden)
+        out, bias = self.mlp(normed_hidden, call)
+        return _added(out, bias, hidden)
 
     def _normed(self, norm: Any, hidden: Tensor) -> Tensor:
         function = (lambda x: run(normed, x, *NormWeights.of(norm))) if self.compiled else norm
         return recompute(function, hidden) if self.selective else function(hidden)
 
 
-def _added(part: tuple[Tensor, Tensor | None], residual: Tensor) -> Tensor:
-    out, bias = part
-    if out._is_view():  # Autograd refuses in-place operations on a view that a function returns.
+def _added(out: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    if out._is_view():  # Autograd refuses in-place operations on a view that an autograd function has returned.
         return residual + (out if bias is None else out + bias)
     return (out if bias is None else out.add_(bias)).add_(residual)

@@ -2,16 +2,16 @@
 
     out = W x + scale * B A x        A [r, in], B [out, r]
 
-A parameter of a linear layer may be several stored projections, such as queries, keys and values: each has an A and a B
-of its own. Their A's are one matrix, so that one product has the low-rank inputs of all of them.
+A weight parameter may consist of several stored projections, such as queries, keys and values, each with its own A and
+B. The A's are stacked into one matrix, so that a single product computes the low-rank activations of all projections.
 
-Only tensors of low rank are exchanged over tp, S tokens of k projections:
+Only low-rank activations are exchanged over tp, for S tokens and k projections:
 
-    split by output   own tokens, A -> [S / tp, k r] -- gather -> [S, k r], own rows of B   -> own outputs
-    split by input    own inputs, own columns of A -> [S, r] -- sum -> B                    -> own tokens
+    column-parallel   local tokens, A -> [S / tp, k r] -- all-gather -> [S, k r], local rows of B -> local outputs
+    row-parallel      local inputs, local columns of A -> [S, r] -- reduce-scatter, B             -> local tokens
 
-Where activations are not split over tp, the first needs no exchange forward, and its low-rank gradient is summed in
-the backward pass: the gradient of A is then whole on every rank.
+If activations are not split over tp, the column-parallel layer exchanges nothing in the forward pass, and sums its
+low-rank gradient in the backward pass, so that the gradient of A is complete on every rank.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from megatron_hetero.models.layers.parts import Site
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Consecutive rows of B: those of projection number `projection`, at `interval` of the layer's output."""
+class BRows:
+    """Consecutive rows of B: the rows of projection number `projection`, at `interval` of the layer's output."""
 
     interval: Interval
     projection: int
@@ -46,19 +46,20 @@ class LowRankShape:
     """Sizes of a `LowRank` on one rank.
 
     Attributes:
-        inputs, outputs: widths of the linear layer on this rank.
+        inputs: input width of the linear layer on this rank.
+        outputs: output width of the linear layer on this rank.
         r: largest rank of a projection.
-        scales: of each projection.
-        rows: rows with adapters, in the order of B.
-        by_input: whether the layer is split by input.
-        dropout: of the input, if there is any.
+        scales: scale of each projection.
+        rows: adapted rows of the output, in the order of B.
+        by_input: whether the layer is row-parallel.
+        dropout: dropout of the input, if any.
     """
 
     inputs: int
     outputs: int
     r: int
     scales: tuple[float, ...]
-    rows: tuple[Rows, ...]
+    rows: tuple[BRows, ...]
     by_input: bool
     dropout: Dropout | None = None
 
@@ -69,12 +70,12 @@ class LowRankShape:
 
     @property
     def is_dense(self) -> bool:
-        """Whether B is in the order of the layer's output and has all of it."""
+        """Whether B has all rows of the layer's output in order."""
         return len(self.scales) == 1 and self.rows_of_b == self.outputs
 
 
 class LowRank(torch.nn.Module):
-    """Low-rank matrices beside a linear layer, of which they are the submodule `lora`."""
+    """Low-rank matrices beside a linear layer, as its submodule `lora`."""
 
     def __init__(self, shape: LowRankShape, site: Site):
         super().__init__()
@@ -82,27 +83,29 @@ class LowRank(torch.nn.Module):
         options: dict[str, Any] = {"dtype": site.dtype, "device": site.platform.device}
         self.A = torch.nn.Parameter(torch.empty(len(shape.scales) * shape.r, shape.inputs, **options))
         self.B = torch.nn.Parameter(torch.empty(shape.rows_of_b, shape.r, **options))
-        # Used on own tokens where activations are split, so that gradients are summed over tp. So are those of rows of
-        # B that every rank has, for outputs of its own; rows that differ between ranks never are.
+        # Gradients are summed over tp where ranks share the values but use them on different tokens or outputs: A of a
+        # column-parallel layer with split activations, and rows of B that several ranks have copies of.
         self.A.sequence_parallel = self.splits and not shape.by_input  # pyright: ignore[reportAttributeAccessIssue]
         self.B.sequence_parallel = self.splits if shape.by_input else site.tp > 1  # pyright: ignore[reportAttributeAccessIssue]
 
-    def add(self, out: Tensor, x: Tensor, parts: Sequence[int], ids: TokenIds | None = None) -> Tensor:
-        """Add to `out`, what the linear layer computes of `x`. `parts`: own tokens of each part of the exchanges (see
-        `overlapped`), of which each is in the order of ranks. `ids`: of all tokens; without them nothing is dropped.
+    def add(self, out: Tensor, x: Tensor, chunks: Sequence[int], ids: TokenIds | None = None) -> Tensor:
+        """Add the low-rank product to `out`, the output of the linear layer for `x`.
+
+        `chunks`: sizes of the chunks in which tokens are exchanged, see `overlapped`. `ids`: ids of all tokens; None
+        for no dropout.
         """
         low: Any
         drops = None if ids is None else self.shape.dropout
         if ids is None or drops is None:
             low = _Low.apply(x, self.A)
         else:
-            is_own = self.splits and not self.shape.by_input
-            low = drops.linear(x, self.A, ids.own(self.tp_group.rank()) if is_own else ids.in_parts(parts))
-        low = self._scaled(self._exchanged(low, parts), 1 if drops is None else drops.scale)
+            is_local = self.splits and not self.shape.by_input
+            low = drops.linear(x, self.A, ids.local(self.tp_group.rank()) if is_local else ids.by_chunk(chunks))
+        low = self._scaled(self._exchanged(low, chunks), 1 if drops is None else drops.scale)
         return _Added.apply(out.clone() if out._is_view() else out, low, self.B, self.shape)  # pyright: ignore[reportReturnType]
 
-    def _exchanged(self, low: Tensor, parts: Sequence[int]) -> Tensor:
-        """Exchange what own tokens or own inputs give, in one collective."""
+    def _exchanged(self, low: Tensor, chunks: Sequence[int]) -> Tensor:
+        """Exchange the low-rank activations of local tokens or local inputs, in one collective."""
         group: Any = self.tp_group
         if group.size() == 1:
             return low
@@ -111,10 +114,10 @@ class LowRank(torch.nn.Module):
         if not self.splits:
             return tensor_parallel.copy_to_tensor_model_parallel_region(low, group=group)
         if self.shape.by_input:
-            by_rank = _by_rank(low, parts, group.size())
+            by_rank = _by_rank(low, chunks, group.size())
             return tensor_parallel.reduce_scatter_to_sequence_parallel_region(by_rank, group=group)
         gathered = tensor_parallel.gather_from_sequence_parallel_region(low, group=group)
-        return _by_part(gathered, parts, group.size())
+        return _by_chunk(gathered, chunks, group.size())
 
     def _scaled(self, low: Tensor, factor: float) -> Tensor:
         scales = tuple(factor * scale for scale in self.shape.scales)
@@ -124,8 +127,9 @@ class LowRank(torch.nn.Module):
 
 
 class ExpertsLowRank(torch.nn.Module):
-    """Low-rank matrices beside a parameter of experts (`grouped.Matrices`), of which they are a submodule: those of one
-    expert below those of the other. `r`: rank, with padding; `inputs`, `outputs`: widths of an expert's matrix.
+    """Low-rank matrices beside a parameter of experts (`grouped.Matrices`), expert after expert.
+
+    `r`: rank with padding; `inputs`, `outputs`: widths of an expert's matrix.
     """
 
     def __init__(self, experts: int, r: int, inputs: int, outputs: int, scale: float, site: Site):
@@ -148,12 +152,12 @@ class _Low(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, a = ctx.saved_tensors
-        of_x = product(grad, a) if ctx.needs_input_grad[0] else None
-        return of_x, gradient_of_weight(ctx.parameter, grad.flatten(0, -2).t(), x.flatten(0, -2))
+        grad_x = product(grad, a) if ctx.needs_input_grad[0] else None
+        return grad_x, gradient_of_weight(ctx.parameter, grad.flatten(0, -2).t(), x.flatten(0, -2))
 
 
 class _Added(torch.autograd.Function):
-    """Adds the product with B in place. The spread matrix is small, and not saved."""
+    """Adds the product with B in place. The spread matrix (see `_spread`) is small and recomputed."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, low: Tensor, b: Tensor, shape: LowRankShape) -> Tensor:
@@ -167,30 +171,31 @@ class _Added(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (low, b), shape = ctx.saved_tensors, ctx.shape
-        of_low, left, right = product(grad, _spread(b, shape)), grad.flatten(0, -2).t(), low.flatten(0, -2)
+        grad_low = product(grad, _spread(b, shape))
+        left, right = grad.flatten(0, -2).t(), low.flatten(0, -2)
         if shape.is_dense:
-            return grad, of_low, gradient_of_weight(ctx.parameter, left, right), None
-        of_spread = product(left, right).view(shape.outputs, len(shape.scales), shape.r)
-        return grad, of_low, of_spread[_indices(shape.rows, b.device)], None
+            return grad, grad_low, gradient_of_weight(ctx.parameter, left, right), None
+        grad_spread = product(left, right).view(shape.outputs, len(shape.scales), shape.r)
+        return grad, grad_low, grad_spread[_indices(shape.rows, b.device)], None
 
 
-def _by_part(x: Tensor, parts: Sequence[int], ranks: int) -> Tensor:
-    """Order tokens, which are rank after rank, by part."""
-    if len(parts) == 1:
+def _by_chunk(x: Tensor, chunks: Sequence[int], ranks: int) -> Tensor:
+    """Reorder tokens from rank after rank to chunk after chunk."""
+    if len(chunks) == 1:
         return x
-    return torch.cat([part.flatten(0, 1) for part in x.unflatten(0, (ranks, sum(parts))).split(list(parts), dim=1)])
+    return torch.cat([chunk.flatten(0, 1) for chunk in x.unflatten(0, (ranks, sum(chunks))).split(list(chunks), dim=1)])
 
 
-def _by_rank(x: Tensor, parts: Sequence[int], ranks: int) -> Tensor:
-    """Order tokens, which are part after part, by rank."""
-    if len(parts) == 1:
+def _by_rank(x: Tensor, chunks: Sequence[int], ranks: int) -> Tensor:
+    """Reorder tokens from chunk after chunk to rank after rank."""
+    if len(chunks) == 1:
         return x
-    pieces = zip(x.split([ranks * tokens for tokens in parts]), parts, strict=True)
+    pieces = zip(x.split([ranks * tokens for tokens in chunks]), chunks, strict=True)
     return torch.cat([piece.unflatten(0, (ranks, tokens)) for piece, tokens in pieces], dim=1).flatten(0, 1)
 
 
 def _spread(b: Tensor, shape: LowRankShape) -> Tensor:
-    """Return the matrix [out, k r] by which the low-rank inputs of all projections are multiplied."""
+    """Return B as a matrix [out, k r], in which each row is zero outside the columns of its projection."""
     if shape.is_dense:
         return b
     spread = b.new_zeros(shape.outputs, len(shape.scales), shape.r)
@@ -198,13 +203,13 @@ def _spread(b: Tensor, shape: LowRankShape) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _indices(rows: tuple[Rows, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the row of the output and the projection of each row of B, int64."""
+def _indices(rows: tuple[BRows, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the output row and the projection of each row of B, int64."""
     with torch.inference_mode(False):  # Later calls save them for the backward pass.
-        of_output = torch.cat([torch.arange(*each.interval) for each in rows])
+        output_rows = torch.cat([torch.arange(*each.interval) for each in rows])
         counts = torch.tensor([each.interval[1] - each.interval[0] for each in rows])
         projections = torch.tensor([each.projection for each in rows]).repeat_interleave(counts)
-        return on_device(of_output, device), on_device(projections, device)
+        return on_device(output_rows, device), on_device(projections, device)
 
 
 @lru_cache(maxsize=64)
@@ -213,7 +218,7 @@ def _repeated(scales: tuple[float, ...], r: int, device: torch.device, dtype: to
         return on_device(torch.tensor(scales).repeat_interleave(r), device).to(dtype)
 
 
-def with_added(layer: Any, out: Tensor, x: Tensor, parts: Sequence[int], ids: TokenIds | None = None) -> Tensor:
-    """Return what `layer` computes of `x`, `out`, with what adapters beside it add, see `LowRank.add`."""
+def with_added(layer: Any, out: Tensor, x: Tensor, chunks: Sequence[int], ids: TokenIds | None = None) -> Tensor:
+    """Return the output `out` of `layer` for `x`, with the product of its adapters added (see `LowRank.add`)."""
     lora: LowRank | None = getattr(layer, "lora", None)
-    return out if lora is None else lora.add(out, x, parts, ids)
+    return out if lora is None else lora.add(out, x, chunks, ids)

@@ -1,7 +1,7 @@
-"""MLPs, as values and as their torch module.
+"""MLPs, as values and as a torch module.
 
-SwiGLU is SiLU of the gate times the rest (Shazeer 2020, arXiv 2002.05202): one pass forward and one backward on a GPU
-with a compiler, a few elsewhere.
+SwiGLU is SiLU of the gate times up (Shazeer 2020, arXiv 2002.05202): with a compiler on a GPU a single kernel each way,
+elsewhere several.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from megatron_hetero.hf.weight_map import (
     whole,
 )
 from megatron_hetero.models.layers.compiled import activated, run
-from megatron_hetero.models.layers.dropout import TokenIds, ids_of_pieces
-from megatron_hetero.models.layers.overlapped import Overlapping, first_in_parts, parts_of, second_in_parts
+from megatron_hetero.models.layers.dropout import TokenIds, ids_of_chunks
+from megatron_hetero.models.layers.overlapped import Overlapping, chunk_sizes, first_in_chunks, second_in_chunks
 from megatron_hetero.models.layers.parts import LayerCall, MLPPart, Operations, Site, Tokens, kinds
 from megatron_hetero.models.layers.recompute import not_saving, recompute
 
@@ -47,8 +47,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh
 
 @dataclass(frozen=True)
 class MLP(MLPPart):
-    """Two linear layers with an activation between them, as a part of a layer. `gated`: the activation of a gate is
-    multiplied by the rest. `stored`: names of the stored linear layers: (gate,) up, down.
+    """Two linear layers with an activation between them, as a part of a layer.
+
+    Attributes:
+        hidden: width of a token.
+        ffn: width between the two layers.
+        stored: names of the stored linear layers: gate (if `gated`), up, down.
+        activation: name of the activation function.
+        gated: whether the activation is applied to a gate, which multiplies up.
+        bias: whether the linear layers have a bias.
     """
 
     hidden: int
@@ -69,7 +76,7 @@ class MLP(MLPPart):
         return 2 * self.hidden * self.ffn * (1 + self.gated)
 
     def tensors(self) -> TensorShapes:
-        """Return the weights, each with its bias if there are any."""
+        """Return the weights, each followed by its bias if there is one."""
         *first, last = self.stored
         sizes = [(name, self.ffn, self.hidden) for name in first] + [(last, self.hidden, self.ffn)]
         return {
@@ -79,7 +86,7 @@ class MLP(MLPPart):
         }
 
     def slices(self, stored: str, share: Share) -> WeightMap:
-        """Split the first layer by rows, the gate above the rest; the second by columns."""
+        """Split the first layer by rows, with the gate above up, and the second by columns."""
         *first, last = (stored + name for name in self.stored)
         result: dict[str, tuple[TensorSlice, ...]] = {}
         for kind in kinds(self.bias):
@@ -100,23 +107,23 @@ class MLP(MLPPart):
         return MLPModule(self, site)
 
 
-def _gate_and_up(names: Sequence[str], ffn: int, part: Share) -> tuple[TensorSlice, ...]:
-    """Return gate above up, each with its own padding below."""
+def _gate_and_up(names: Sequence[str], ffn: int, local: Share) -> tuple[TensorSlice, ...]:
+    """Return gate above up, each followed by its own padding."""
     gate, up = names
-    rows, length = share(ffn, *part, ALIGNMENT)
+    rows, length = share(ffn, *local, ALIGNMENT)
     padding = length - (rows[1] - rows[0])
     return TensorSlice(gate, rows, padding=padding), TensorSlice(up, rows, at=length, padding=padding)
 
 
 class MLPModule(Overlapping):
-    """Torch module of an `MLP`. `site.recompute` controls what it saves:
+    """Torch module of an `MLP`. `site.recompute` controls what is saved for the backward pass:
 
     selective   the product of gate and up (without a gate, the output of the activation) is recomputed
-    chunk       more tokens than that on this rank pass in chunks, and the backward pass of each recomputes gate and up:
-                the first matrix product, with the all-gather over tp where activations are split
+    chunk       if the rank has more tokens, they pass in chunks, and the backward pass of each recomputes gate and up:
+                the first matrix product, including the all-gather over tp where activations are split
 
-    With activations that are split over tp, each rank contributes an equal share of each chunk. All ranks of a tp group
-    have equally many tokens, and so equally many chunks.
+    If activations are split over tp, each rank contributes an equal share of each chunk. All ranks of a tp group have
+    the same number of tokens, hence of chunks.
     """
 
     def __init__(self, mlp: MLP, site: Site):
@@ -128,37 +135,39 @@ class MLPModule(Overlapping):
         self.linear_fc1 = site.column_linear(mlp.hidden, ffn * (1 + mlp.gated), bias=mlp.bias, name="fc1")
         self.linear_fc2 = site.row_linear(ffn, mlp.hidden, bias=mlp.bias, leaves_bias=True, name="fc2")
 
-    def linears(self) -> tuple[torch.nn.Module, torch.nn.Module]:
+    def linears(self) -> tuple[Any, Any]:
         """Return the two linear layers."""
         return self.linear_fc1, self.linear_fc2
 
     def forward(self, hidden: Tensor, call: LayerCall) -> tuple[Tensor, Tensor | None]:
-        """Compute `hidden` [S, 1, hidden] ([S / tp, 1, hidden] where activations are split) to the same and a bias to
-        add.
+        """Apply the MLP to `hidden` [S, 1, hidden], or [S / tp, 1, hidden] where activations are split. Returns the
+        output and a bias that the caller adds.
         """
         if not self.recompute.chunks(len(hidden) * self.shards):
             return self._at_once(hidden, call.ids)
         outs, bias = [], None
-        pieces = hidden.split(max(1, self.recompute.chunk // self.shards))
-        for piece, ids in zip(pieces, ids_of_pieces(call.ids, pieces), strict=True):
-            first = partial(first_in_parts, self.linear_fc1, parts=(len(piece),), ids=ids)
+        chunks = hidden.split(max(1, self.recompute.chunk // self.shards))
+        for chunk, ids in zip(chunks, ids_of_chunks(call.ids, chunks), strict=True):
+            first = partial(first_in_chunks, self.linear_fc1, chunks=(len(chunk),), ids=ids)
             with not_saving(hidden):
-                product = recompute(lambda x, first=first: self._product(first(x)[0]), piece)
+                product = recompute(lambda x, first=first: self._product(first(x)[0]), chunk)
             with not_saving(product):
-                out, bias = second_in_parts(self.linear_fc2, product, (len(piece),), ids)
+                out, bias = second_in_chunks(self.linear_fc2, product, (len(chunk),), ids)
             outs.append(out)
         return torch.cat(outs), bias
 
     def _at_once(self, hidden: Tensor, ids: TokenIds | None) -> tuple[Tensor, Tensor | None]:
-        parts = parts_of(self, len(hidden))
+        chunks = chunk_sizes(self, len(hidden))
         with not_saving(hidden):
-            wide, _ = first_in_parts(self.linear_fc1, hidden, parts, ids=ids)
+            wide, _ = first_in_chunks(self.linear_fc1, hidden, chunks, ids=ids)
         product = recompute(self._product, wide) if self.recompute.selective else self._product(wide)
         with not_saving(product):
-            return second_in_parts(self.linear_fc2, product, parts, ids)
+            return second_in_chunks(self.linear_fc2, product, chunks, ids)
 
     def _product(self, wide: Tensor) -> Tensor:
-        """Compute gate and up [..., 2 ffn] to [..., ffn]; without a gate [..., ffn] to the same."""
+        """Return the product of gate and up, [..., ffn], from [..., 2 ffn]; without a gate the activation of [...,
+        ffn].
+        """
         if self.compiled:
             return run(activated, wide, self.activation, self.has_gate)
         if self.has_gate and self.activation is F.silu:
@@ -167,7 +176,7 @@ class MLPModule(Overlapping):
 
 
 def swiglu(wide: Tensor) -> Tensor:
-    """Return silu(gate) * up, [..., ffn], of gate and up in one tensor [..., 2 ffn], which alone is saved."""
+    """Return silu(gate) * up [..., ffn] for gate and up in one tensor [..., 2 ffn]; only the input is saved."""
     return _SwiGLU.apply(wide)  # pyright: ignore[reportReturnType]
 
 
@@ -178,21 +187,21 @@ def swiglu_forward(wide: Tensor) -> Tensor:
 
 
 def swiglu_backward(grad: Tensor, wide: Tensor) -> Tensor:
-    """Backward pass of `swiglu`, for a compiler."""
+    """Backward pass of `swiglu` for a compiler."""
     gate, up = wide.chunk(2, dim=-1)
-    of_gate = torch.ops.aten.silu_backward(grad * up, gate)
-    return torch.cat((of_gate, grad * F.silu(gate)), dim=-1)
+    grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
+    return torch.cat((grad_gate, grad * F.silu(gate)), dim=-1)
 
 
 def swiglu_backward_in_place(grad: Tensor, wide: Tensor) -> Tensor:
     """Backward pass of `swiglu`, without intermediate copies."""
-    (gate, up), of_wide = wide.chunk(2, dim=-1), torch.empty_like(wide)
-    of_gate, of_up = of_wide.chunk(2, dim=-1)
+    (gate, up), grad_wide = wide.chunk(2, dim=-1), torch.empty_like(wide)
+    grad_gate, grad_up = grad_wide.chunk(2, dim=-1)
     activated = F.silu(gate)
-    torch.mul(grad, activated, out=of_up)
-    of_activated = torch.mul(grad, up, out=activated)
-    torch.ops.aten.silu_backward.grad_input(of_activated, gate, grad_input=of_gate)
-    return of_wide
+    torch.mul(grad, activated, out=grad_up)
+    grad_activated = torch.mul(grad, up, out=activated)
+    torch.ops.aten.silu_backward.grad_input(grad_activated, gate, grad_input=grad_gate)
+    return grad_wide
 
 
 class _SwiGLU(torch.autograd.Function):

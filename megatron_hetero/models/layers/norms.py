@@ -1,6 +1,6 @@
-"""Norms, as values and as torch modules that save their input and one or two numbers per row.
+"""Norms, as values and as torch modules that save only their input and one or two numbers per row.
 
-Megatron's `WrappedTorchNorm` refuses sequence-parallel activations, which need no more than the mark on the weight.
+Megatron's `WrappedTorchNorm` refuses sequence-parallel activations, although they only need a mark on the weight.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from megatron_hetero.models.layers.parts import Part, Site, kinds
 
 @dataclass(frozen=True)
 class Norm(Part):
-    """A norm of the last dim of `width` elements: root-mean-square if `rms`, else a layer norm with a bias. `offset`:
-    added to the stored weight in fp32, 1 if weights are centred at zero.
-    """
+    """A norm over the last dim."""
 
     width: int
+    """Elements of the last dim."""
     eps: float
     rms: bool = True
+    """Whether it is a root-mean-square norm, else a layer norm with a bias."""
     offset: int = 0
+    """Added to the stored weight in fp32: 1 if weights are centred at zero."""
 
     def tensors(self) -> TensorShapes:
         """Return the weight, and the bias of a layer norm."""
         return dict.fromkeys(kinds(not self.rms), (self.width,))
 
     def slices(self, stored: str, share: Share) -> WeightMap:
-        """Return all of both on every rank."""
+        """Return the whole tensors on every rank."""
         return {kind: whole(stored + kind, self.width) for kind in kinds(not self.rms)}
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
@@ -58,7 +59,7 @@ class RMSNorm(torch.nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dim of `x`."""
+        """Normalise `x` over the last dim."""
         return _RMSNorm.apply(x, self.weight, self.eps, self.offset)  # pyright: ignore[reportReturnType]
 
 
@@ -71,14 +72,14 @@ class LayerNorm(torch.nn.LayerNorm):
         super().__init__(hidden_size, eps, dtype=config.params_dtype, device=torch.cuda.current_device())
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise the last dim of `input`."""
+        """Normalise `input` over the last dim."""
         return normed(input, *NormWeights.of(self)) if self.offset else super().forward(input)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Compute y = x * s * gain with s = 1 / sqrt(mean(x^2) + eps) and gain = weight + offset, rounded once. PyTorch has
-    kernels for that on CUDA alone, for inputs in the dtype of the gain; elsewhere it would save most intermediate
-    results.
+    """Computes y = x * s * gain with s = 1 / sqrt(mean(x^2) + eps) and gain = weight + offset, rounded once. PyTorch
+    has fused kernels on CUDA only, for inputs in the dtype of the gain; its composite implementation saves most
+    intermediate results.
     """
 
     @staticmethod
@@ -86,7 +87,7 @@ class _RMSNorm(torch.autograd.Function):
         gain = gain_of(weight, offset)
         if _has_kernels(x):
             wide = x.to(gain.dtype)
-            # The gradient is below; and a build for CPUs would decompose the operator above this level.
+            # The gradient is defined below, and CPU builds of PyTorch would decompose the operator in autograd.
             with torch._C._AutoDispatchBelowAutograd():
                 out, scale = torch.ops.aten._fused_rms_norm(wide, gain.shape, gain, eps)
             out = out.to(x.dtype)
@@ -105,11 +106,11 @@ class _RMSNorm(torch.autograd.Function):
         wanted, gain = list(ctx.needs_input_grad[:2]), gain_of(weight, ctx.offset)
         if _has_kernels(x):
             wide = (each.to(gain.dtype) for each in (grad, x))
-            of_x, of_gain = torch.ops.aten._fused_rms_norm_backward(*wide, gain.shape, scale, gain, wanted)
-            of_x = None if of_x is None else of_x.to(x.dtype)
+            grad_x, grad_gain = torch.ops.aten._fused_rms_norm_backward(*wide, gain.shape, scale, gain, wanted)
+            grad_x = None if grad_x is None else grad_x.to(x.dtype)
         else:
-            of_x, of_gain = _gradients(grad, x, gain, scale, wanted)
-        return of_x, None if of_gain is None else of_gain.to(weight.dtype), None, None
+            grad_x, grad_gain = _gradients(grad, x, gain, scale, wanted)
+        return grad_x, None if grad_gain is None else grad_gain.to(weight.dtype), None, None
 
 
 def _has_kernels(x: Tensor) -> bool:
@@ -119,15 +120,15 @@ def _has_kernels(x: Tensor) -> bool:
 def _gradients(
     grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, wanted: list[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of an RMS norm's input and weight, where `wanted`, with g = `grad`, s = `scale`:
+    """Return the gradients of an RMS norm's input and weight, or None where not `wanted`. With g = `grad`, s = `scale`:
 
     dx = s * g * weight - x * s^3 * mean(g * weight * x)    dweight = sum over rows of s * g * x
     """
     product, wide = grad.float() * x, weight.float()
     rows = product.flatten(0, -2)
-    of_weight = (scale.flatten() @ rows).to(weight.dtype) if wanted[1] else None
+    grad_weight = (scale.flatten() @ rows).to(weight.dtype) if wanted[1] else None
     if not wanted[0]:
-        return None, of_weight
+        return None, grad_weight
     mean = (rows @ wide).view_as(scale).div_(x.shape[-1])
-    of_x = torch.mul(grad, wide, out=product).mul_(scale).addcmul_(x, mean * scale**3, value=-1)
-    return of_x.to(x.dtype), of_weight
+    grad_x = torch.mul(grad, wide, out=product).mul_(scale).addcmul_(x, mean * scale**3, value=-1)
+    return grad_x.to(x.dtype), grad_weight

@@ -1,9 +1,9 @@
 """Offload of saved activations to host memory: see docs/training.md, "Activations in host memory".
 
-When layer i + 2 begins, the computing stream waits until layer i has been copied, whose memory is free from then on:
-however far the host runs ahead, at most two layers are on the device, and the last one. The method is that of vDNN (Rhu
-et al. 2016, arXiv 1602.08124), by the hooks of `torch.autograd.graph.save_on_cpu`, with streams as in torchtune's
-`OffloadActivations`.
+When layer i + 2 begins, the compute stream waits for the copy of layer i, whose device memory is then free. So the
+activations of at most two offloaded layers and of the last layer are on the device, however far the host runs ahead.
+The method is vDNN (Rhu et al. 2016, arXiv 1602.08124), with the hooks of `torch.autograd.graph.save_on_cpu` and the
+streams of torchtune's `OffloadActivations`.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from megatron_hetero.models.layers.recompute import Hooks
 
 @dataclass(frozen=True)
 class OffloadSizes:
-    """Sizes in bytes. `least`: the smallest memory that is copied. `block`: host memory is allocated in blocks of this
-    size, which serve tensors of any shape in later steps.
-    """
+    """Sizes in bytes."""
 
     least: int
+    """Minimum size of a storage that is offloaded."""
     block: int
+    """Size of the blocks of host memory, which tensors of any shape reuse in later steps."""
 
     @classmethod
     def of(cls, gpu: bool) -> OffloadSizes:
-        """Return the sizes for a GPU, whose copies take longer than their launch; or for a CPU, where everything is
+        """Return the sizes for a GPU, such that copies take longer than their launch; or for a CPU, where everything is
         copied so that small models run the same code.
         """
         return cls(1 << 20, 8 << 20) if gpu else cls(1, 4 << 10)
 
     def on_host(self, size: int) -> int:
-        """Return the bytes of the blocks for `size` bytes of one layer."""
+        """Return the size of the blocks for `size` bytes of one layer."""
         return -(-size // self.block) * self.block
 
 
 def offloaded_layers(layers: int) -> int:
-    """Return how many of a stage's first layers are offloaded: all but the last one, with which the backward pass
-    begins, often at once; a single layer is offloaded too.
+    """Return the number of a stage's first layers that are offloaded: all except the last one, with which the backward
+    pass starts, often immediately. A single layer is offloaded too.
     """
     return max(layers - 1, min(layers, 1))
 
 
 class ActivationOffload:
-    """Host memory and streams of one module on one rank."""
+    """Host memory and copy streams of one module on one rank."""
 
     def __init__(self, platform: Platform, sizes: OffloadSizes | None = None):
         self.device, self.sizes = platform.device, sizes or OffloadSizes.of(platform.is_cuda)
@@ -64,8 +64,8 @@ class ActivationOffload:
     def saving(
         self, layers: Sequence[Module], after: Iterable[Module] = (), apart: Iterable[Tensor] = ()
     ) -> Iterator[None]:
-        """Wrap one forward pass through `layers`, then through `after`, whose activations stay on the device. `apart`:
-        tensors that all layers save, which stay too.
+        """Offload the activations of one forward pass through `layers`, followed by the modules `after`, whose
+        activations stay on the device. `apart`: tensors that all layers save, which stay too.
         """
         run = _ForwardPass(self, offloaded_layers(len(layers)), apart)
         hooks = [layer.register_forward_pre_hook(run.begin_layer) for layer in layers]
@@ -81,14 +81,14 @@ class ActivationOffload:
 
 
 class _Lane:
-    """A stream beside the computing stream. On a CPU there is none, and copies are synchronous."""
+    """A stream beside the compute stream. On a CPU there is none, and copies are synchronous."""
 
     def __init__(self, stream: torch.cuda.Stream | None):
         self._stream = stream
 
     @contextlib.contextmanager
     def after_compute(self) -> Iterator[None]:
-        """Inside, work is issued to this stream, behind what the computing stream has been issued so far."""
+        """In this context, work is issued to this stream, after all work issued to the compute stream so far."""
         if self._stream is None:
             yield
             return
@@ -97,16 +97,16 @@ class _Lane:
             yield
 
     def join(self) -> None:
-        """Make the computing stream wait for everything on this one."""
+        """Let the compute stream wait for all work on this stream."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
 
 class SavedStorage:
-    """A whole storage as it was when a tensor in it was saved. `device`: its bytes, while they are there."""
+    """A storage as it was when a tensor in it was saved. `device`: its bytes on the device; None while it is away."""
 
     def __init__(self, saved: Tensor):
-        # Saved tensors may be views of it, of any strides.
+        # Saved tensors may be views of the storage with any strides.
         count = saved.untyped_storage().nbytes() // saved.itemsize
         self.device: Tensor | None = saved.detach().as_strided((count,), (1,), 0).view(torch.uint8)
         self.version, self.size = saved._version, count * saved.itemsize
@@ -114,29 +114,29 @@ class SavedStorage:
         self.overwritten = False
 
     def send(self, room: HostRoom) -> None:
-        """Copy it to the host."""
+        """Start to copy the storage to the host."""
         assert self.device is not None, "a storage is sent from the device"
         self.host = room.place(self.size)
-        for piece, part in zip(self.host, self._parts(self.device), strict=True):
-            piece.copy_(part, non_blocking=True)
+        for host, device in zip(self.host, self._split(self.device), strict=True):
+            host.copy_(device, non_blocking=True)
 
     def leave(self) -> None:
-        """Drop the memory on the device."""
+        """Release the memory on the device."""
         assert self.device is not None, "a storage leaves once"
         self.overwritten, self.device = self.device._version != self.version, None
 
     def bring(self, device: Tensor) -> None:
-        """Copy it into `device`, uint8 [size]."""
-        for piece, part in zip(self.host, self._parts(device), strict=True):
-            part.copy_(piece, non_blocking=True)
+        """Start to copy the storage back into `device`, uint8 [size]."""
+        for host, segment in zip(self.host, self._split(device), strict=True):
+            segment.copy_(host, non_blocking=True)
         self.device, self.host = device, []
 
-    def _parts(self, device: Tensor) -> Sequence[Tensor]:
-        return device.split([len(piece) for piece in self.host])
+    def _split(self, device: Tensor) -> Sequence[Tensor]:
+        return device.split([len(host) for host in self.host])
 
 
 class _Layer:
-    """Storages that a layer saves in one forward pass. `before`: the previous layer, until it is fetched."""
+    """The storages that a layer saves in one forward pass. `before`: the previous layer, until it is fetched."""
 
     def __init__(self, offload: ActivationOffload, before: _Layer | None, moves: bool):
         self.offload, self.before, self.moves = offload, before, moves
@@ -145,55 +145,57 @@ class _Layer:
         self.away = self.arriving = False
 
     def find(self, x: Tensor) -> SavedStorage | None:
-        """Return the saved storage of `x` while it is on the device: until then no other one has its address."""
+        """Return the saved storage of `x` if it is on the device; afterwards another storage may have its address."""
         return None if self.away else self.copies.get(_identity(x))
 
     def save(self, x: Tensor) -> SavedStorage:
-        """Return the saved storage of `x`, one for all tensors in it."""
+        """Return the saved storage of `x`, which all tensors in the storage share."""
         return self.find(x) or self.copies.setdefault(_identity(x), SavedStorage(x))
 
     def send(self) -> None:
-        """Begin to copy to the host."""
+        """Start to copy all storages to the host."""
         with self.offload.out.after_compute():
             for copy in self.copies.values():
                 copy.send(self.room)
 
     def leave(self) -> None:
-        """Free the memory on the device behind the copies."""
+        """Release the device memory once the copies to the host are done."""
         self.offload.out.join()
         for copy in self.copies.values():
             copy.leave()
         self.away = True
 
     def fetch(self) -> None:
-        """Begin to copy to the device, unless that has begun."""
+        """Start to copy all storages to the device, unless already started."""
         if not self.away:
             return
-        # Allocated on the computing stream, which uses and frees it.
-        rooms = [torch.empty(copy.size, dtype=torch.uint8, device=self.offload.device) for copy in self.copies.values()]
+        # Allocated on the compute stream, which uses and frees them.
+        buffers = [
+            torch.empty(copy.size, dtype=torch.uint8, device=self.offload.device) for copy in self.copies.values()
+        ]
         with self.offload.back.after_compute():
-            for copy, room in zip(self.copies.values(), rooms, strict=True):
-                copy.bring(room)
+            for copy, buffer in zip(self.copies.values(), buffers, strict=True):
+                copy.bring(buffer)
         self.away, self.arriving = False, True
 
     def arrive(self) -> None:
-        """Make the computing stream wait until everything is on the device."""
+        """Let the compute stream wait until all storages are on the device."""
         self.fetch()
         if self.arriving:
             self.offload.back.join()
             self.arriving = False
-            self.copies.clear()  # Autograd owns each from here on.
+            self.copies.clear()  # From here on only autograd owns them.
             self.room.free()
 
     def reach(self) -> None:
-        """Begin the backward pass of this layer, and fetch the one before."""
+        """Start the backward pass of this layer, and fetch the previous layer."""
         self.arrive()
         before, self.before = self.before, None
         if before is not None:
             before.fetch()
 
     def __del__(self) -> None:
-        if self.arriving:  # The backward pass was abandoned: memory is reused only after the copies.
+        if self.arriving:  # The backward pass was abandoned: memory must not be reused before the copies are done.
             self.offload.back.join()
 
 
@@ -202,12 +204,12 @@ def _identity(x: Tensor) -> tuple[int, int]:
 
 
 class _Stays:
-    """A saved tensor that stays on the device, passed through outer hooks. `layer`: None after all layers."""
+    """A saved tensor that stays on the device, passed through outer hooks. `layer`: None after the last layer."""
 
     def __init__(self, layer: _Layer | None, x: Tensor, outer: Hooks):
         self.layer, self.outer = layer, outer
-        # Detached, as the output of an operation would refer to the operation, and so to itself; but a parameter as it
-        # is, which has more than values.
+        # Detached, since the output of an operation would reference the operation and thereby itself. A parameter is
+        # passed as it is, since it has attributes.
         given = x if _is_owned(x) else x.detach()
         self.saved = outer.pack(given)
         self.version = given._version if self.saved is given is not x else None
@@ -221,7 +223,7 @@ class _Stays:
 
 
 class _Moves:
-    """Geometry of a saved tensor in a storage that is offloaded by the layer `home`."""
+    """Geometry of a saved tensor in a storage that the layer `home` offloads."""
 
     def __init__(self, layer: _Layer, home: _Layer, copy: SavedStorage, x: Tensor):
         self.layer, self.home, self.copy, self.dtype = layer, home, copy, x.dtype
@@ -238,11 +240,11 @@ class _Moves:
 
 
 def _require_unchanged(changed: bool, x: Tensor) -> None:
-    """Check what autograd checks without hooks."""
+    """Check for in-place changes, which autograd itself checks only without hooks."""
     if changed:
         raise RuntimeError(
             f"found a tensor of shape {list(x.shape)} that was modified in place, expected it as it was in the forward "
-            "pass, because its backward pass needs that. Do the operation out of place, or on a clone."
+            "pass, because the backward pass needs its values. Do the operation out of place, or on a clone."
         )
 
 
@@ -256,15 +258,15 @@ class _ForwardPass:
         self.sent: _Layer | None = None
 
     def begin_layer(self, module: Module, *_: Any) -> None:
-        """Note that a layer is about to run."""
+        """Start a layer. Called before its forward pass."""
         before = self.layer
         self.end_layers()
         self.layer, self.left = _Layer(self.offload, before, self.left > 0), self.left - 1
-        # Tensors that share the memory of a parameter, which a wrapper may free and fill again.
+        # Memory shared with a parameter, which a wrapper may free and refill.
         self.apart |= {p.untyped_storage()._cdata for p in module.parameters()}
 
     def end_layers(self, *_: Any) -> None:
-        """Send the layer that ran last, after the one before it has left."""
+        """Release the layer that was sent before, and send the layer that has just run."""
         self.settle()
         if self.layer is not None and self.layer.moves:
             self.layer.send()
@@ -272,7 +274,7 @@ class _ForwardPass:
         self.layer = None
 
     def settle(self) -> None:
-        """Let the layer that is being copied leave the device."""
+        """Release the device memory of the layer that has been sent."""
         if self.sent is not None:
             self.sent.leave()
             self.sent = None
@@ -293,15 +295,15 @@ class _ForwardPass:
 
 
 def _is_owned(x: Tensor) -> bool:
-    """Whether the memory of `x` lives until the backward pass anyway: it is (a view of) a parameter or another leaf
-    with a gradient, such as what a stage received.
+    """Whether `x` is (a view of) a parameter or another leaf with a gradient, such as a stage's input, whose memory
+    lives until the backward pass anyway.
     """
     base = x if x._base is None else x._base
     return isinstance(base, Parameter) or (base.is_leaf and base.requires_grad)
 
 
 class HostPool:
-    """Blocks of equal size in (pinned) host memory, as many as were in use at a time."""
+    """Blocks of equal size in (pinned) host memory, as many as have been in use at the same time."""
 
     def __init__(self, platform: Platform, block: int):
         self.block, self.allocated = block, 0
@@ -310,7 +312,7 @@ class HostPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks."""
+        """Size of all blocks in bytes."""
         return self.allocated * self.block
 
     def take(self) -> Tensor:
@@ -321,14 +323,14 @@ class HostPool:
         return self._platform.host_zeros(self.block, torch.uint8)
 
     def give_back(self, blocks: list[Tensor]) -> None:
-        """Take blocks back and clear the list. Copies that are under way must be ordered before later ones."""
+        """Return blocks to the pool and clear the list. Copies in flight must be ordered before any later use."""
         self._free += blocks
         blocks.clear()
 
 
 class HostRoom:
-    """Memory in blocks of a pool, filled from byte to byte. The blocks return to the pool by `free`, or with this
-    object.
+    """Memory in blocks of a pool, which is filled contiguously. The blocks return to the pool by `free`, or when this
+    object is deleted.
     """
 
     def __init__(self, pool: HostPool):
@@ -336,18 +338,18 @@ class HostRoom:
         finalize(self, pool.give_back, self._blocks).atexit = False
 
     def place(self, size: int) -> list[Tensor]:
-        """Return the next `size` bytes, in pieces."""
-        pieces, block = [], self._pool.block
+        """Return the next `size` bytes as a list of tensors, one per block."""
+        segments, block = [], self._pool.block
         while size:
             if not self._left:
                 self._blocks.append(self._pool.take())
                 self._left = block
             start, taken = block - self._left, min(size, self._left)
-            pieces.append(self._blocks[-1][start : start + taken])
+            segments.append(self._blocks[-1][start : start + taken])
             self._left, size = self._left - taken, size - taken
-        return pieces
+        return segments
 
     def free(self) -> None:
-        """Return the blocks."""
+        """Return the blocks to the pool."""
         self._pool.give_back(self._blocks)
         self._left = 0

@@ -1,10 +1,12 @@
-"""The two linear layers of an MLP or of attention in parts, for sequence-parallel activations: the exchange of one part
-over tp runs beside the product of another (docs/training.md, "Exchanges beside matrix products").
+"""The two linear layers of an MLP or of attention in chunks, for sequence-parallel activations: the exchange of one
+chunk over tp overlaps with the product of another (docs/training.md, "Exchanges beside matrix products").
 
-A *part* is a range of each rank's tokens. Between the two layers the tokens of a part are contiguous, rank after rank,
-and not in the order of the sequence. An MLP does not depend on the order; attention reorders what it takes and gives.
-So each product takes contiguous rows, and the gradient of a weight is one product. Short products of gradients are
-exchanged beside the product that gives the weight's gradient.
+A *chunk* is a range of each rank's tokens. Between the two layers the tokens are ordered chunk by chunk and within a
+chunk rank by rank, so that each product has contiguous rows, and the gradient of a weight is a single product. An MLP
+does not depend on the order; attention reorders its inputs and outputs. Where the product for the input's gradient is
+too short to hide an exchange, the weight's gradient is computed chunk by chunk too.
+
+In shapes, S is the number of tokens of all tp ranks, padding included.
 
 The decomposition is that of Wang et al. 2023 (ASPLOS, "Overlap Communication with Dependent Computation via
 Decomposition"), with collectives in place of a ring.
@@ -26,95 +28,101 @@ from megatron_hetero.models.layers.linear import adds_to_main_grad, gradient_of_
 from megatron_hetero.models.layers.low_rank import with_added
 
 TILE = 64
-"""Tokens of a rank that fill tiles of a matrix product (a multiple of 128 rows) under any tp > 1."""
+"""Tokens per rank that fill the tiles of a matrix product, a multiple of 128 rows, under any tp > 1."""
 
 
 class Overlapping(nn.Module):
-    """A module with two linear layers whose exchanges over tp can be in parts."""
+    """A module with two linear layers whose exchanges over tp can be divided into chunks."""
 
-    exchanged_in_parts = 1
+    exchange_chunks = 1
 
-    def linears(self) -> tuple[nn.Module, nn.Module]:
+    def linears(self) -> tuple[Any, Any]:
         """Return the layer that gathers tokens and the layer that reduces them."""
         raise NotImplementedError
 
 
-def overlap_exchanges(model: nn.Module, parts: int) -> None:
-    """Make the MLPs and the attention of `model` exchange their tokens over tp in so many parts.
+def overlap_exchanges(model: nn.Module, chunks: int) -> None:
+    """Let the MLPs and the attention of `model` exchange their tokens over tp in this number of chunks.
 
     Raises:
-        TypeError: one does not consist of our linear layers.
+        TypeError: the linear layers of one are not `ColumnLinear` and `RowLinear`.
     """
     for module in model.modules():
         if isinstance(module, Overlapping):
             first, second = module.linears()
-            if not (hasattr(first, "exchanges_in_parts") and hasattr(second, "exchanges_in_parts")):
+            if not (hasattr(first, "exchanges_in_chunks") and hasattr(second, "exchanges_in_chunks")):
                 raise TypeError(f"{type(module).__name__} of {type(first).__name__} exchanges by itself")
-            module.exchanged_in_parts = parts
+            module.exchange_chunks = chunks
 
 
-def parts_of(module: Overlapping, tokens: int) -> tuple[int, ...]:
-    """Return the tokens of each part on a rank with so many; one part if exchanges of `module` do not overlap. All long
-    parts but the last are whole tiles, so that products in parts take no more tiles than a single one.
+def chunk_sizes(module: Overlapping, tokens: int) -> tuple[int, ...]:
+    """Return the size of each chunk of a rank's `tokens`; a single chunk if the exchanges of `module` do not overlap.
+    Long chunks except the last are whole tiles, so that the products use no more tiles than a single one.
     """
-    parts = min(module.exchanged_in_parts, max(1, tokens))
-    if parts > 1 and tokens >= TILE * parts * parts:
-        long = TILE * round(tokens / parts / TILE)
-        return *(long,) * (parts - 1), tokens - long * (parts - 1)
-    return tuple(tokens // parts + (part < tokens % parts) for part in range(parts))
+    count = min(module.exchange_chunks, max(1, tokens))
+    if count > 1 and tokens >= TILE * count * count:
+        long = TILE * round(tokens / count / TILE)
+        return *(long,) * (count - 1), tokens - long * (count - 1)
+    return tuple(tokens // count + (chunk < tokens % count) for chunk in range(count))
 
 
 class Ahead:
-    """Input of a layer that is split by column, for the gradient of its weight: saved by `gather_ahead`, and gathered
-    when the backward pass gets there.
+    """Gathers the input of a column-parallel layer for the gradient of its weight. `gather_ahead` starts it in the
+    backward pass, before the layer needs the result.
     """
 
-    def __init__(self, parts: Sequence[int], group: dist.ProcessGroup) -> None:
-        self._parts, self._group = parts, group
+    def __init__(self, chunks: Sequence[int], group: dist.ProcessGroup) -> None:
+        self._chunks, self._group = chunks, group
         self._gathered: tuple[Tensor, list[dist.Work]] | None = None
 
     def gather(self, x: Tensor) -> None:
-        """Begin to gather."""
-        self._gathered = _gather(x, self._parts, self._group)
+        """Start the all-gather of `x` [S / tp, 1, in]."""
+        self._gathered = _gather(x, self._chunks, self._group)
 
     def take(self) -> tuple[Tensor, list[dist.Work]]:
-        """Return [S, 1, in], valid once the works are done."""
+        """Return the gathered input [S, 1, in], valid once the works are done."""
         assert self._gathered is not None, "what follows attention goes backward first"
         gathered, self._gathered = self._gathered, None
         return gathered
 
 
 def gather_ahead(out: Tensor, x: Tensor, ahead: Ahead) -> Tensor:
-    """Return `out` unchanged. When its gradient arrives, gathering `x` [S / tp, 1, in] begins, beside the backward pass
-    of everything between `x` and `out`.
+    """Return `out` unchanged. When its gradient arrives, start to gather `x` [S / tp, 1, in], which overlaps with the
+    backward pass of everything between `x` and `out`.
     """
     return _GatherAhead.apply(out, x, ahead)  # pyright: ignore[reportReturnType]
 
 
-def first_in_parts(
-    layer: Any, x: Tensor, parts: Sequence[int], ahead: Ahead | None = None, ids: TokenIds | None = None
+def first_in_chunks(
+    layer: Any, x: Tensor, chunks: Sequence[int], ahead: Ahead | None = None, ids: TokenIds | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute [S / tp, 1, in] to [S, 1, out / tp] in parts, and return a bias that the layer leaves to its caller.
-    `ahead`: saves `x`. A single part is computed by the layer itself. `ids`: of all tokens, for dropout.
+    """Apply a column-parallel layer to `x` [S / tp, 1, in]: [S, 1, out / tp], and a bias that the caller adds.
+
+    Args:
+        layer: the layer, which is called itself if there is a single chunk.
+        x: this rank's tokens.
+        chunks: size of each chunk.
+        ahead: saves `x` for the backward pass in place of this function.
+        ids: token ids for dropout.
     """
-    if len(parts) == 1:
+    if len(chunks) == 1:
         out, bias = layer(x)
     else:
-        out, bias = _First.apply(x, layer.weight, layer.bias, parts, layer.tp_group, ahead), None
-    return with_added(layer, out, x, parts, ids), bias  # pyright: ignore[reportArgumentType]
+        out, bias = _First.apply(x, layer.weight, layer.bias, chunks, layer.tp_group, ahead), None
+    return with_added(layer, out, x, chunks, ids), bias  # pyright: ignore[reportArgumentType]
 
 
-def second_in_parts(
-    layer: Any, x: Tensor, parts: Sequence[int], ids: TokenIds | None = None
+def second_in_chunks(
+    layer: Any, x: Tensor, chunks: Sequence[int], ids: TokenIds | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute [S, 1, in / tp] to [S / tp, 1, out], see `first_in_parts`."""
-    if len(parts) == 1:
+    """Apply a row-parallel layer to `x` [S, 1, in / tp]: [S / tp, 1, out], and a bias. See `first_in_chunks`."""
+    if len(chunks) == 1:
         out, bias = layer(x)
     else:
-        out, bias = _Second.apply(x, layer.weight, parts, layer.tp_group), layer.bias
+        out, bias = _Second.apply(x, layer.weight, chunks, layer.tp_group), layer.bias
         if bias is not None and not layer.skip_bias_add:
             out, bias = out + bias, None
-    return with_added(layer, out, x, parts, ids), bias
+    return with_added(layer, out, x, chunks, ids), bias
 
 
 class _GatherAhead(torch.autograd.Function):
@@ -134,14 +142,14 @@ class _GatherAhead(torch.autograd.Function):
 class _First(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parts: Sequence[int], group: dist.ProcessGroup,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, chunks: Sequence[int], group: dist.ProcessGroup,
         ahead: Ahead | None,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x if ctx.needs_input_grad[1] and ahead is None else None, weight)
-        ctx.parameter, ctx.parts, ctx.group, ctx.ahead = weight, parts, group, ahead
-        whole, works = _gather(x, parts, group)
+        ctx.parameter, ctx.chunks, ctx.group, ctx.ahead = weight, chunks, group, ahead
+        whole, works = _gather(x, chunks, group)
         out = x.new_empty(len(whole), *x.shape[1:-1], len(weight))
-        for rows, work in zip(_rows(parts, group.size()), works, strict=True):
+        for rows, work in zip(_rows(chunks, group.size()), works, strict=True):
             work.wait()
             product = out[rows].flatten(0, -2)
             if bias is None:
@@ -154,82 +162,81 @@ class _First(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
-        whole = of_x = of_weight = None
+        whole = grad_x = grad_weight = None
         gathering: list[dist.Work] = []
-        # Tensors that are sent live until their work is done.
+        # Keeps the tensors that are sent alive until their work is done.
         reducing: list[tuple[dist.Work, Tensor]] = []
         if ctx.needs_input_grad[1]:
-            whole, gathering = ctx.ahead.take() if ctx.ahead else _gather(x, ctx.parts, ctx.group)
+            whole, gathering = ctx.ahead.take() if ctx.ahead else _gather(x, ctx.chunks, ctx.group)
         if ctx.needs_input_grad[0]:
-            of_x = grad.new_empty(sum(ctx.parts), *grad.shape[1:-1], weight.shape[1])
-            reducing = list(_reduced(of_x, grad, weight, ctx.parts, ctx.group))
+            grad_x = grad.new_empty(sum(ctx.chunks), *grad.shape[1:-1], weight.shape[1])
+            reducing = list(_reduced(grad_x, grad, weight, ctx.chunks, ctx.group))
         for work in gathering:
             work.wait()
         rows = grad.flatten(0, -2)
         if whole is not None:
-            of_weight = gradient_of_weight(ctx.parameter, rows.t(), whole.flatten(0, -2))
-        of_bias = rows.sum(dim=0) if ctx.needs_input_grad[2] else None
+            grad_weight = gradient_of_weight(ctx.parameter, rows.t(), whole.flatten(0, -2))
+        grad_bias = rows.sum(dim=0) if ctx.needs_input_grad[2] else None
         for work, _ in reducing:
             work.wait()
-        return of_x, of_weight, of_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 class _Second(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, parts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, chunks: Sequence[int], group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.parameter, ctx.parts, ctx.group = weight, parts, group
-        own = x.new_empty(sum(parts), *x.shape[1:-1], len(weight))
-        reducing = list(_reduced(own, x, weight.t(), parts, group))
-        for work, _ in reducing:
+        ctx.parameter, ctx.chunks, ctx.group = weight, chunks, group
+        out = x.new_empty(sum(chunks), *x.shape[1:-1], len(weight))
+        for work, _ in list(_reduced(out, x, weight.t(), chunks, group)):
             work.wait()
-        return own
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
-        of_x = of_weight = None
-        whole, gathering = _gather(grad, ctx.parts, ctx.group)
+        grad_x = grad_weight = None
+        whole, gathering = _gather(grad, ctx.chunks, ctx.group)
         if ctx.needs_input_grad[0]:
-            of_x = grad.new_empty(len(whole), *grad.shape[1:-1], weight.shape[1])
-        by_part = ctx.needs_input_grad[1] and _is_narrow(weight) and adds_to_main_grad(ctx.parameter, grad.dtype)
-        for rows, work in zip(_rows(ctx.parts, ctx.group.size()), gathering, strict=True):
+            grad_x = grad.new_empty(len(whole), *grad.shape[1:-1], weight.shape[1])
+        by_chunk = ctx.needs_input_grad[1] and _is_narrow(weight) and adds_to_main_grad(ctx.parameter, grad.dtype)
+        for rows, work in zip(_rows(ctx.chunks, ctx.group.size()), gathering, strict=True):
             work.wait()
-            if of_x is not None:
-                torch.mm(whole[rows].flatten(0, -2), weight, out=of_x[rows].flatten(0, -2))
-            if by_part:
-                of_weight = gradient_of_weight(ctx.parameter, whole[rows].flatten(0, -2).t(), x[rows].flatten(0, -2))
-        if ctx.needs_input_grad[1] and not by_part:
-            of_weight = gradient_of_weight(ctx.parameter, whole.flatten(0, -2).t(), x.flatten(0, -2))
-        return of_x, of_weight, None, None
+            if grad_x is not None:
+                torch.mm(whole[rows].flatten(0, -2), weight, out=grad_x[rows].flatten(0, -2))
+            if by_chunk:
+                grad_weight = gradient_of_weight(ctx.parameter, whole[rows].flatten(0, -2).t(), x[rows].flatten(0, -2))
+        if ctx.needs_input_grad[1] and not by_chunk:
+            grad_weight = gradient_of_weight(ctx.parameter, whole.flatten(0, -2).t(), x.flatten(0, -2))
+        return grad_x, grad_weight, None, None
 
 
 def _is_narrow(weight: Tensor) -> bool:
-    """Whether the gradient of the input takes too short a product to gather the next part beside it."""
-    out, own = weight.shape
-    return 2 * own < out
+    """Whether the product for the input's gradient is too short to hide the gather of the next chunk."""
+    out, inputs = weight.shape
+    return 2 * inputs < out
 
 
-def _gather(x: Tensor, parts: Sequence[int], group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
-    """Gather all ranks' `x` part by part; valid once the works are done."""
+def _gather(x: Tensor, chunks: Sequence[int], group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
+    """Gather `x` of all ranks chunk by chunk; valid once the works are done."""
     whole = x.new_empty(len(x) * group.size(), *x.shape[1:])
-    pieces = zip(x.contiguous().split(parts), _rows(parts, group.size()), strict=True)
-    works = [dist.all_gather_into_tensor(whole[rows], piece, group=group, async_op=True) for piece, rows in pieces]
+    pairs = zip(x.contiguous().split(chunks), _rows(chunks, group.size()), strict=True)
+    works = [dist.all_gather_into_tensor(whole[rows], local, group=group, async_op=True) for local, rows in pairs]
     return whole, works  # pyright: ignore[reportReturnType]
 
 
 def _reduced(
-    own: Tensor, x: Tensor, weight: Tensor, parts: Sequence[int], group: dist.ProcessGroup
+    out: Tensor, x: Tensor, weight: Tensor, chunks: Sequence[int], group: dist.ProcessGroup
 ) -> Iterator[tuple[dist.Work, Tensor]]:
-    """Reduce the product of `x` and `weight` over the ranks: each gets its tokens of each part in `own`."""
-    for mine, rows in zip(own.split(parts), _rows(parts, group.size()), strict=True):
+    """Reduce-scatter the product of `x` and `weight` chunk by chunk into `out`; yields each work and its input."""
+    for local, rows in zip(out.split(chunks), _rows(chunks, group.size()), strict=True):
         product = x[rows] @ weight
-        work: Any = dist.reduce_scatter_tensor(mine, product, group=group, async_op=True)
+        work: Any = dist.reduce_scatter_tensor(local, product, group=group, async_op=True)
         yield work, product
 
 
-def _rows(parts: Sequence[int], ranks: int) -> list[slice]:
-    """Return the rows of each part between the layers."""
-    ends = [ranks * end for end in accumulate(parts, initial=0)]
+def _rows(chunks: Sequence[int], ranks: int) -> list[slice]:
+    """Return the rows of each chunk between the two layers."""
+    ends = [ranks * end for end in accumulate(chunks, initial=0)]
     return [slice(*bounds) for bounds in pairwise(ends)]

@@ -1,6 +1,6 @@
-"""Optional packages with kernels for CUDA: the versions that are known to work, and what is installed.
+"""Optional packages with CUDA kernels: the versions that are known to work, and what is installed.
 
-`docs/installation.md` describes them; `setup.py` requires the same versions. Nothing here needs a GPU.
+`docs/installation.md` describes them, and `setup.py` requires the same versions. Nothing here needs a GPU.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from megatron_hetero.groups.platform import Platform
 
 @dataclass(frozen=True)
 class OptionalPackage:
-    """Names of a package for pip and for Python, and the versions that are known to work.
+    """An optional package.
 
     Attributes:
-        imports: required names, written `module:name`.
-        use: what it computes, as the end of a sentence.
-        needs: requirements on other modules, beyond those of the package, without which its results are wrong.
+        name: name for pip.
+        module: name for Python.
+        versions: versions that are known to work.
+        imports: required names, as `module:name`.
+        use: what it computes, for messages.
+        needs: requirements on other packages that it does not state itself, without which its results are wrong.
     """
 
     name: str
@@ -42,8 +45,8 @@ TRANSFORMER_ENGINE = OptionalPackage(
     "linear layers and norms",
 )
 FLASH_ATTN = OptionalPackage(
-    # Causal attention is aligned at the last query and key from 2.1 on (flash-attn's README, "Changelog"). Version 4
-    # shares the name `flash_attn` without having the function.
+    # From 2.1 on, causal attention aligns the last query and key (flash-attn's README, "Changelog"). Version 4 uses the
+    # name `flash_attn` too, but lacks the function.
     "flash-attn",
     "flash_attn",
     ">=2.1,<3",
@@ -59,8 +62,8 @@ FLASH_ATTN_3 = OptionalPackage(
     "attention in half precision on Hopper",
 )
 FLA = OptionalPackage(
-    # The package flash-linear-attention is models around `fla-core`, of the same version. On Hopper, 0.5.0 refuses the
-    # backward pass with any Triton from 3.4 on, and later ones with those before 3.7.1, which compile wrong gradients
+    # The package flash-linear-attention adds models to `fla-core`. On Hopper, 0.5.0 refuses the backward pass with any
+    # Triton from 3.4 on; later versions refuse it with Triton before 3.7.1, which compiles wrong gradients
     # (`chunk_bwd_dqkwg` in fla/ops/common/chunk_o.py).
     "fla-core",
     "fla",
@@ -80,12 +83,13 @@ PACKAGES = (FLASH_ATTN, FLASH_ATTN_3, TRANSFORMER_ENGINE, FLA, CAUSAL_CONV1D)
 
 
 @dataclass(frozen=True)
-class Found:
-    """An installed package, or one that is not (`version` None).
+class Status:
+    """Whether and how a package is installed.
 
     Attributes:
+        version: the installed version; None if there is none.
         error: why it cannot be imported.
-        lacks: what it needs of another module, and the version of that.
+        lacks: the unmet requirements on other packages, with their versions.
     """
 
     version: str | None
@@ -94,31 +98,31 @@ class Found:
 
 
 @lru_cache
-def find(package: OptionalPackage) -> Found:
-    """Look for the package, and import it if it is installed."""
+def find(package: OptionalPackage) -> Status:
+    """Return the status of a package, which is imported if it is installed."""
     try:
         version = importlib.metadata.version(package.name.partition("[")[0])
     except importlib.metadata.PackageNotFoundError:
-        return Found(None)
+        return Status(None)
     try:
-        for place in package.imports:
-            module, _, name = place.partition(":")
+        for required in package.imports:
+            module, _, name = required.partition(":")
             getattr(importlib.import_module(module), name)
         lacking = [f"{need} (found {other})" for need in package.needs if (other := _other_version(need)) is not None]
     except Exception as error:  # A build for another torch or CUDA fails with errors of many kinds.
-        return Found(version, f"{type(error).__name__}: {error}".splitlines()[0])
-    return Found(version, lacks=" and ".join(lacking))
+        return Status(version, f"{type(error).__name__}: {error}".splitlines()[0])
+    return Status(version, lacks=" and ".join(lacking))
 
 
 def _other_version(need: str) -> str | None:
-    """Return the version of the module that a requirement names, if that does not fulfil it."""
+    """Return the version of a required module if it does not meet the requirement."""
     required = Requirement(need)
     version = importlib.import_module(required.name).__version__
     return None if required.specifier.contains(version, prereleases=True) else version
 
 
-def unusable(package: OptionalPackage, found: Found) -> str:
-    """Return why the package is not used, as the rest of a sentence about it; empty if it is."""
+def unusable(package: OptionalPackage, found: Status) -> str:
+    """Return why a package is not used, as the predicate of a sentence; empty if it is used."""
     if found.version is None:
         return "is not installed"
     if not SpecifierSet(package.versions).contains(found.version, prereleases=True):
@@ -131,12 +135,13 @@ def unusable(package: OptionalPackage, found: Found) -> str:
 
 
 def package_facts(platform: Platform) -> dict[str, str]:
-    """Return which optional packages this rank uses, as facts that must be the same on all ranks: each chooses its
-    kernels by itself. Other devices than GPUs use none.
+    """Return which optional packages this rank uses, as facts that must be equal on all ranks, since each rank chooses
+    its kernels itself. Devices other than GPUs use none.
     """
     if not platform.is_cuda:
         return {}
-    founds = [(package, find(package)) for package in PACKAGES]
+    statuses = {package: find(package) for package in PACKAGES}
     return {
-        f"package {package.name}": unusable(package, found) or f"{found.version} is used" for package, found in founds
+        f"package {package.name}": unusable(package, status) or f"{status.version} is used"
+        for package, status in statuses.items()
     }

@@ -1,12 +1,12 @@
 """Parts of modules, as values.
 
-A part says which tensors it stores, which slices of them are the parameters of one rank, how many operations it takes,
-and builds its torch module. A layer consists of an attention and an MLP part, a module of layers and ends, which are
-parts too.
+A part declares which tensors it stores, which slices of them are the parameters of one rank, and how many operations
+it needs, and it builds its torch module. A layer consists of an attention part and an MLP part; a module of layers and
+ends, which are parts too.
 
-Operations: a multiplication with an addition counts as two. Only what the model asks for counts: matrix products, with
-attention under its mask. Norms, activations, rotary embeddings, padding and recomputation do not, so that the
-utilisation (MFU, arXiv 2204.02311, appendix B) means the same in every layout.
+A multiplication with an addition counts as two operations. Only matrix products count, with attention under its mask.
+Norms, activations, rotary embeddings, padding and recomputation do not, so that utilisation (MFU, arXiv 2204.02311,
+appendix B) means the same in every layout.
 """
 
 from __future__ import annotations
@@ -32,24 +32,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Passes:
-    """Which gradients a part computes: of its `inputs`, of its `weights`, a `share` of which trains.
+    """Which gradients a part computes.
 
-    A frozen part behind others that train computes those of inputs alone, a frozen part with nothing that trains before
-    it none.
+    A frozen part computes the gradient of its input if an earlier part trains, otherwise none.
     """
 
     inputs: bool = True
+    """Whether it computes gradients of its inputs."""
     weights: bool = True
+    """Whether it computes gradients of weights."""
     share: float = 1
+    """Share of the weights that trains."""
 
     @property
     def linear(self) -> float:
-        """Cost of products with weights, relative to a forward pass."""
+        """Cost of the products with weights, relative to a forward pass."""
         return 1 + self.inputs + self.weights * self.share
 
     @property
     def attention(self) -> int:
-        """Cost of products of activations, relative to a forward pass: both operands need gradients or none."""
+        """Cost of the products of activations, relative to a forward pass: either both factors need gradients or
+        neither.
+        """
         return 3 if self.inputs or self.weights else 1
 
 
@@ -63,27 +67,28 @@ class Operations(NamedTuple):
     attention: int = 0
 
     def of(self, passes: Passes) -> int:
-        """Operations with the gradients of `passes`."""
+        """Return the operations including the gradients of `passes`."""
         return int(self.linear * passes.linear) + self.attention * passes.attention
 
 
 class Tokens(NamedTuple):
-    """Tokens that a module computes on: of each sequence, of each window of local attention, and how many of them are
-    supervised.
-    """
+    """Numbers of tokens that a module computes on."""
 
     sequences: Sequence[int]
+    """Tokens of each sequence."""
     windows: Sequence[int] = ()
+    """Tokens of each window of window attention."""
     supervised: int = 0
+    """Supervised tokens."""
 
     @property
     def total(self) -> int:
-        """Number of tokens of all sequences."""
+        """Number of tokens in all sequences."""
         return sum(self.sequences)
 
 
 class Backend(NamedTuple):
-    """Classes of layers, which are called as Megatron-Core calls its own."""
+    """Classes of layers with the signatures of Megatron-Core's."""
 
     column_linear: Any
     row_linear: Any
@@ -94,10 +99,16 @@ class Backend(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """Groups, device and classes of layers with which this rank builds a module.
+    """Where and how this rank builds a module.
 
-    `sequence_parallel`: whether activations between layers are split over tp, if tp > 1. `compile_layers`: whether
-    operations between matrix products and attention are compiled.
+    Attributes:
+        groups: process groups of the module.
+        platform: device and backend.
+        backend: classes of layers.
+        dtype: dtype of parameters.
+        sequence_parallel: whether activations between layers are split over tp if tp > 1.
+        recompute: what the backward pass recomputes.
+        compile_layers: whether operations between matrix products and attention are compiled.
     """
 
     groups: ModuleGroups
@@ -110,7 +121,7 @@ class Site:
 
     @property
     def tp(self) -> int:
-        """Ranks of the tensor-parallel group."""
+        """Size of the tensor-parallel group."""
         return self.groups.tp.size()
 
     @property
@@ -120,7 +131,7 @@ class Site:
 
     @cached_property
     def config(self) -> TransformerConfig:
-        """Configuration for those of Megatron's classes that take no width from it."""
+        """Configuration for Megatron's classes that read no width from it."""
         return self.config_of()
 
     def config_of(self, *, rms_norm: bool = True, **fields: Any) -> TransformerConfig:
@@ -145,23 +156,26 @@ class Site:
         )
 
     def column_linear(self, inputs: int, outputs: int, *, bias: bool, name: str = "") -> Any:
-        """Build a linear layer that is split by column. `name`: of its exchanges, for Transformer Engine."""
-        own = {"bias": bias, "skip_bias_add": False, "gather_output": False}
-        return self._linear(self.backend.column_linear, inputs, outputs, name, **own)
+        """Build a column-parallel linear layer. `name`: name of its buffer in Transformer Engine."""
+        options = {"bias": bias, "skip_bias_add": False, "gather_output": False}
+        return self._linear(self.backend.column_linear, inputs, outputs, name, **options)
 
     def row_linear(self, inputs: int, outputs: int, *, bias: bool, leaves_bias: bool = False, name: str = "") -> Any:
-        """Build a linear layer that is split by row. `leaves_bias`: its caller adds the bias."""
-        own = {"bias": bias, "skip_bias_add": leaves_bias, "input_is_parallel": True}
-        return self._linear(self.backend.row_linear, inputs, outputs, name, **own)
+        """Build a row-parallel linear layer. `leaves_bias`: whether the caller adds the bias."""
+        options = {"bias": bias, "skip_bias_add": leaves_bias, "input_is_parallel": True}
+        return self._linear(self.backend.row_linear, inputs, outputs, name, **options)
 
-    def _linear(self, kind: Any, inputs: int, outputs: int, name: str, **own: Any) -> Any:
-        named = {"tp_comm_buffer_name": name} if name else {}
-        shared = {"config": self.config, "init_method": None, "is_expert": False, "tp_group": self.groups.tp}
-        return kind(inputs, outputs, **shared, **own, **named)
+    def _linear(self, kind: Any, inputs: int, outputs: int, name: str, **options: Any) -> Any:
+        options |= {"config": self.config, "init_method": None, "is_expert": False, "tp_group": self.groups.tp}
+        if name:
+            options["tp_comm_buffer_name"] = name
+        return kind(inputs, outputs, **options)
 
     def mark(self, module: torch.nn.Module, *, split: bool | None = None) -> torch.nn.Module:
-        """Mark the parameters of `module`, and return it: if `split`, by default where activations are, each tp rank
-        uses them on its own tokens or heads, and gradients are summed over tp.
+        """Mark the parameters of `module` for a sum of gradients over tp, and return `module`.
+
+        `split`: whether each tp rank uses the parameters on different tokens or heads; default: where activations are
+        split.
         """
         for parameter in module.parameters():
             parameter.sequence_parallel = self.splits_activations if split is None else split  # pyright: ignore[reportAttributeAccessIssue]
@@ -170,14 +184,14 @@ class Site:
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """One call of a layer, for its MLP.
+    """What the MLP of a layer knows of the call.
 
     Attributes:
-        tokens: tokens of the shard without padding, which its tp ranks have parts or copies of.
+        tokens: tokens of the shard without padding, over all tp ranks.
         balance: statistics for a loss that balances experts, if there is one.
         trains: whether a backward pass follows.
-        ids: of the shard, for dropout; None without any.
-        memo: what a recomputation of the layer takes from its first forward pass, by name.
+        ids: token ids of the shard, for dropout; None without dropout.
+        memo: results of the first forward pass that a recomputation of the layer reuses, by name.
     """
 
     tokens: int
@@ -188,74 +202,75 @@ class LayerCall:
 
 
 class Part:
-    """A part of a layer, or an end of a module. Names of tensors and parameters are relative to where the part is.
+    """A part of a layer, or an end of a module. Names of tensors and parameters are relative to the part.
 
-    Parts are frozen dataclasses that implement `tensors` and `build`, and either `slices` or, with parameters of
-    further views, `views` and `weight_map`.
+    Parts are frozen dataclasses that implement `tensors` and `build`, and either `slices` or, with parameters in
+    several views, `views` and `weight_map`.
     """
 
     views: tuple[str, ...] = (MAIN,)
-    """Views that its parameters belong to."""
+    """Views to which its parameters belong."""
 
     def tensors(self) -> TensorShapes:
-        """Return the stored tensors with their shapes, in the order in which they are written."""
+        """Return the stored tensors with their shapes, in writing order."""
         raise NotImplementedError
 
     def weight_map(self, stored: str, share: Share, view: str = MAIN) -> WeightMap:
-        """Return the parameters of `view` in the order of the torch module, and the slices of stored tensors that they
-        are for one `share` of it. `stored`: prefix of the names of tensors.
+        """Return the parameters of `view` in the order of the torch module, each as slices of stored tensors for one
+        `share` of the view. `stored`: prefix of the names of tensors.
         """
         return self.slices(stored, share) if view == MAIN else {}
 
     def slices(self, stored: str, share: Share) -> WeightMap:
-        """Return the `weight_map` of a part whose parameters are all of the main view."""
+        """Return the `weight_map` of a part whose parameters all belong to the main view."""
         raise NotImplementedError
 
     def operations(self, tokens: Tokens) -> Operations:
-        """Return the operations of the forward pass over all ranks."""
+        """Return the operations of a forward pass over all ranks."""
         return Operations()
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
-        """Build the torch module, without values of weights. `number`: of the layer in the whole module."""
+        """Build the torch module with uninitialised weights. `number`: number of the layer in the whole module."""
         raise NotImplementedError
 
 
 class AttentionPart(Part):
-    """Exchanges information between tokens. `heads`: of queries. `kv_heads`: of keys and values, repeated if tp·sp is
-    larger. `windowed`: whether tokens see only their window, so that no axis exchanges anything.
-    """
+    """A part that exchanges information between tokens."""
 
     heads: int
+    """Query heads."""
     kv_heads: int
+    """Key/value heads, which are copied if tp·sp is larger."""
     windowed: bool
+    """Whether tokens see only their window, so that nothing is exchanged over any axis."""
     exchanges_over_cp: ClassVar[bool] = False
-    """Whether it exchanges tokens for heads along `cp` too."""
+    """Whether it exchanges heads for tokens over `cp` too."""
 
     @property
     def limits(self) -> tuple[Limit, ...]:
-        """What degrees of layouts have to divide."""
+        """Sizes that the degrees of a layout have to divide."""
         return (Limit(("tp", "sp"), self.heads),)
 
 
 class MLPPart(Part):
-    """Works on each token by itself."""
+    """A part that computes each token independently."""
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Widths that are split over tp, with padding."""
+        """Widths that are split over tp."""
         return ()
 
     @property
     def first_product(self) -> int:
-        """Operations per token up to what is recomputed where tokens pass in chunks."""
+        """Operations per token that are recomputed if tokens pass in chunks."""
         return 0
 
 
 def kinds(bias: bool) -> tuple[str, ...]:
-    """Return the kinds of tensors of a layer with or without a bias."""
+    """Return the kinds of stored tensors of a layer with or without a bias."""
     return ("weight", "bias") if bias else ("weight",)
 
 
 def named(name: str, weights: WeightMap) -> WeightMap:
-    """Return `weights` with `name` before each parameter."""
-    return {f"{name}.{own}": slices for own, slices in weights.items()}
+    """Return `weights` with each parameter's name prefixed by `name`."""
+    return {f"{name}.{parameter}": slices for parameter, slices in weights.items()}

@@ -1,12 +1,12 @@
-"""Tensors that the backward pass recomputes instead of saving them.
+"""Tensors that the backward pass recomputes instead of loading them.
 
-    normed = recompute(norm, hidden)     # saves `hidden`, and nothing that `norm` computes on its way
+    normed = recompute(norm, hidden)     # saves `hidden`, and no intermediate result of `norm`
     with not_saving(normed):
-        out = linear(normed)             # nor does the linear layer save `normed`
+        out = linear(normed)             # the linear layer does not save `normed` either
 
-The backward pass computes `norm` again, once for the linear layer's gradient and its own, whichever comes first.
-Megatron-Core's `CheckpointWithoutOutput` (tensor_parallel/random.py at core_v0.16.1) asks Transformer Engine for FP8
-recomputation by default, so that plain layers cannot use it, and frees storages that others may still read.
+The backward pass computes `norm` once more, when the linear layer or `norm` itself first needs the result.
+Megatron-Core's `CheckpointWithoutOutput` (tensor_parallel/random.py at core_v0.16.1) requires Transformer Engine by
+default, and frees storages that other tensors may still use.
 """
 
 from __future__ import annotations
@@ -25,29 +25,28 @@ How = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class Recompute:
-    """Recomputation in the backward pass of a module's layers.
-
-    `how`: nothing; what needs neither a matrix product nor communication (`selective`); all but the inputs of layers
-    (`full`), or that in the first so many layers of each pipeline stage. `chunk`: tokens that pass through an MLP at a
-    time, whose gate and up are recomputed chunk by chunk; 0 for all at once.
-    """
+    """What the backward pass of a module's layers recomputes."""
 
     how: How | int = "none"
+    """Nothing (`none`); what needs neither matrix products nor communication (`selective`); whole layers (`full`); or
+    this number of whole layers at the beginning of each pipeline stage.
+    """
     chunk: int = 0
+    """Tokens that pass through an MLP at a time, for which gate and up are recomputed; 0 for all tokens at once."""
 
     @property
     def selective(self) -> bool:
-        """Whether all layers save less."""
+        """Whether cheap results are recomputed in all layers."""
         return self.how == "selective"
 
     def whole_layers(self, layers: int) -> int:
-        """Return how many of a stage's first layers are recomputed as a whole."""
+        """Return the number of a stage's first layers that are recomputed as a whole."""
         if isinstance(self.how, int):
             return min(self.how, layers)
         return layers if self.how == "full" else 0
 
     def chunks(self, tokens: int) -> bool:
-        """Whether an MLP takes `tokens` in several chunks."""
+        """Whether `tokens` pass through an MLP in several chunks."""
         return 0 < self.chunk < tokens
 
 
@@ -56,10 +55,9 @@ Function = Callable[..., "Tensor | tuple[Tensor, ...]"]
 
 
 def recompute(function: Function, *inputs: Tensor) -> Any:
-    """Return `function(*inputs)`, of which only the inputs are saved.
+    """Return `function(*inputs)`, saving only the inputs.
 
-    `function` draws no random numbers. Other tensors that it uses get no gradients; parameters do, when it is computed
-    again.
+    `function` must not draw random numbers. Parameters that it uses get gradients from the recomputation.
     """
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
         return function(*inputs)
@@ -67,8 +65,8 @@ def recompute(function: Function, *inputs: Tensor) -> Any:
 
 
 def not_saving(*outputs: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Inside, autograd does not save those of `outputs` that come from `recompute`, or views of them. Everything else
-    goes to outer hooks.
+    """In this context autograd does not save `outputs` that come from `recompute`, or views of them. Other tensors pass
+    to outer hooks.
     """
     nodes = {x.untyped_storage()._cdata: (x.grad_fn, i) for i, x in enumerate(outputs) if hasattr(x.grad_fn, "again")}
     if not nodes:
@@ -84,8 +82,8 @@ def not_saving(*outputs: Tensor) -> contextlib.AbstractContextManager[object]:
 
 @dataclass(frozen=True)
 class Hooks:
-    """A pair of `torch.autograd.graph.saved_tensors_hooks`. Autograd calls the innermost pair alone, so a pair that is
-    set inside another one has to call it for the tensors that it leaves alone.
+    """A pair of `torch.autograd.graph.saved_tensors_hooks`. Autograd calls only the innermost pair, which has to call
+    the outer pair for tensors that it does not handle.
     """
 
     pack: Callable[[Tensor], Any]
@@ -93,10 +91,10 @@ class Hooks:
 
     @classmethod
     def current(cls) -> Self:
-        """Return the pair in force; without one, a pair that changes nothing."""
+        """Return the innermost active pair; if there is none, a pair that changes nothing."""
         autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
-        found = autograd._top_saved_tensors_default_hooks(False)
-        return cls(_itself, _itself) if found is None else cls(*found)
+        hooks = autograd._top_saved_tensors_default_hooks(False)
+        return cls(_itself, _itself) if hooks is None else cls(*hooks)
 
 
 def _itself(x: Any) -> Any:
@@ -104,7 +102,7 @@ def _itself(x: Any) -> Any:
 
 
 class _View:
-    """Geometry of a tensor in the memory of an `output` of `node`."""
+    """Geometry of a tensor in the memory of output number `output` of `node`."""
 
     def __init__(self, node: Any, output: int, x: Tensor):
         self.node, self.output = node, output
@@ -116,8 +114,8 @@ class _View:
 
 
 class _Recomputed(torch.autograd.Function):
-    """`ctx.again`: detached inputs and the outputs computed from them, with their graph; set from the time that the
-    backward pass needs either until this node's backward.
+    """`ctx.again`: detached inputs and the recomputed outputs with their graph, from their first use in the backward
+    pass until this node's own.
     """
 
     @staticmethod

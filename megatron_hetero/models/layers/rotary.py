@@ -1,9 +1,15 @@
-"""Rotary embedding of queries and keys (Su et al. 2021, arXiv 2104.09864), in the half-split form of GPT-NeoX, computed
-in fp32 and rounded once: in one pass each way on a GPU with a compiler, in a few elsewhere.
+"""Rotary embedding of queries and keys (Su et al. 2021, arXiv 2104.09864) in the half-split form of GPT-NeoX, computed
+in fp32 and rounded once: with one kernel each way on a GPU with a compiler, with several elsewhere.
 
-Shape suffixes: n tokens without padding, S tokens with padding, G groups of heads of this rank, H heads, D elements per
-head. A table [2, n, D] has the cosines and sines of each token. With one of fewer elements, the first elements of a
-head are rotated, and the others stay as they are.
+Shape suffixes:
+    n  tokens without padding
+    S  tokens with padding
+    G  groups of heads of this rank: a key/value head with its query heads
+    H  heads of this rank
+    D  elements per head
+
+A table [2, n, width] has the cosines and sines of each token. If its width is below D, only the first elements of each
+head are rotated.
 """
 
 from __future__ import annotations
@@ -23,25 +29,25 @@ from megatron_hetero.models.layers.compiled import run, turned, turned_back
 
 
 class Rotary(Protocol):
-    """Rotary embedding of queries and keys, of the first `width` elements of each head."""
+    """Rotary embedding of the first `width` elements of each head of queries and keys."""
 
     @property
     def width(self) -> int: ...  # noqa: D102 (above)
 
     def table(self, positions: Tensor) -> Tensor:
-        """Return cosines and sines, fp32 [2, n, width], of `positions` [dims, n]."""
+        """Return the cosines and sines at `positions` [dims, n]: fp32 [2, n, width]."""
         ...
 
 
 @dataclass(frozen=True)
 class AxialRotary:
-    """2-D rotary embedding: half of the angles turn with the row, half with the column."""
+    """2-D rotary embedding: half of the angles follow the row, half the column."""
 
     theta: float
     width: int
 
     def table(self, positions: Tensor) -> Tensor:
-        """Return the table of rows and columns, the first two dims of `positions`."""
+        """Return the table for the rows and columns in the first two dims of `positions`."""
         frequencies = _frequencies(self.theta, self.width // 2, positions.device)
         return _cosines_and_sines((positions[:2, :, None].float() * frequencies).transpose(0, 1).flatten(1))
 
@@ -49,7 +55,7 @@ class AxialRotary:
 @dataclass(frozen=True)
 class MultimodalRotary:
     """Rotary embedding of time, height and width (Wang et al. 2024, arXiv 2409.12191). `turns`: the position that each
-    frequency turns with: 0 time, 1 height, 2 width.
+    frequency follows: 0 time, 1 height, 2 width.
     """
 
     theta: float
@@ -57,7 +63,7 @@ class MultimodalRotary:
     turns: tuple[int, ...]
 
     def table(self, positions: Tensor) -> Tensor:
-        """Return the table of `positions` [3, n]."""
+        """Return the table for `positions` [3, n]."""
         device = positions.device
         frequencies = _frequencies(self.theta, self.width, device)
         return _cosines_and_sines(positions[_index(self.turns, device)].transpose(0, 1).float() * frequencies)
@@ -80,35 +86,37 @@ def _cosines_and_sines(angles: Tensor) -> Tensor:
 
 
 class Order(NamedTuple):
-    """Order of n tokens of a sequence in S rows. `rows`: int64 [n], the row of each token. `tokens`: int64 [S], the
-    token of each row, n or more for a row without one.
+    """Placement of n tokens of a sequence in S rows. `rows`: int64 [n], the row of each token. `tokens`: int64 [S], the
+    token of each row; n or larger for padding.
     """
 
     rows: Tensor
     tokens: Tensor
 
     @classmethod
-    def of_parts(cls, parts: tuple[int, ...], ranks: int, tokens: int, device: torch.device) -> Self:
-        """Return the order in which each part has its tokens of every rank, in `parts` of so many of each rank's
-        tokens. The first rank has the first tokens of the sequence of `tokens`, which padding follows.
+    def of_chunks(cls, chunks: tuple[int, ...], ranks: int, tokens: int, device: torch.device) -> Self:
+        """Return the placement in which each chunk has its tokens of rank 0, then of rank 1, and so on.
+
+        `chunks`: tokens of a rank in each chunk. Ranks have consecutive tokens of the sequence, whose `tokens` are
+        followed by padding.
         """
-        rows, of_rows = _both_ways(parts, ranks, device)
-        return cls(rows[:tokens], of_rows)
+        rows, tokens_by_row = _chunk_rows(chunks, ranks, device)
+        return cls(rows[:tokens], tokens_by_row)
 
     def chosen(self, x: Tensor) -> Tensor:
-        """Return [n, ...], the tokens of `x` [S, ...] in order."""
+        """Return the tokens of `x` [S, ...] in order and without padding: [n, ...]."""
         return _Reordered.apply(x, self, False)  # pyright: ignore[reportReturnType]
 
     def placed(self, x: Tensor) -> Tensor:
-        """Return [S, ...], the tokens `x` [n, ...] in their rows, and zeros elsewhere."""
+        """Put the tokens `x` [n, ...] into their rows, with zeros for padding: [S, ...]."""
         return _Reordered.apply(x, self, True)  # pyright: ignore[reportReturnType]
 
 
 @lru_cache(maxsize=16)
-def _both_ways(parts: tuple[int, ...], ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _chunk_rows(chunks: tuple[int, ...], ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the row of each token, and the token of each row, padding included."""
-    by_part = torch.arange(sum(parts) * ranks).split([ranks * tokens for tokens in parts])
-    by_rank = [rows.view(ranks, tokens) for rows, tokens in zip(by_part, parts, strict=True)]
+    by_chunk = torch.arange(sum(chunks) * ranks).split([ranks * tokens for tokens in chunks])
+    by_rank = [rows.view(ranks, tokens) for rows, tokens in zip(by_chunk, chunks, strict=True)]
     rows = torch.cat(by_rank, dim=1).flatten()
     return on_device(rows, device), on_device(rows.argsort(), device)
 
@@ -132,18 +140,22 @@ def _place(x: Tensor, order: Order) -> Tensor:
 
 
 def rotate(x_nHD: Tensor, table_2nD: Tensor) -> Tensor:
-    """Turn each pair of elements of `x` by its angle."""
+    """Rotate each pair of elements of `x` [n, H, D] by its angle."""
     return _Rotate.apply(x_nHD, table_2nD)  # pyright: ignore[reportReturnType]
 
 
 def rotated_heads(
     mixed: Tensor, table_2nD: Tensor, dim: int, order: Order | None = None, *, members: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rotated queries and keys, and values, [n, H, D] each, of a projection [S, 1, G, heads of a group * D]: a
-    group's queries, its key and its value. `dim`: D. `order`: of the projection's tokens, if they are not in order.
+    """Return rotated queries, rotated keys, and values, each [n, H, D].
 
-    `members`: size of a group that exchanges heads for tokens; if larger than 1, the results are
-    [n, members, H / members, D], the only shape of which their gradients are views after the exchange.
+    Args:
+        mixed: projection [S, 1, G, heads of a group * D] with the queries, the key and the value of each group.
+        table_2nD: cosines and sines.
+        dim: D.
+        order: placement of the tokens of the projection, if they are not in order.
+        members: size of the group that exchanges heads for tokens. If it is larger than 1, the results are
+            [n, members, H / members, D]: in this shape their gradients are views after the exchange.
     """
     if order is not None and not _in_one_pass(mixed, table_2nD):
         mixed, order = order.chosen(mixed), None
@@ -151,20 +163,20 @@ def rotated_heads(
 
 
 def split_heads(mixed: Tensor, tokens: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return views [n, G, heads of a group, D] of a projection's queries, keys and values, see `rotated_heads`."""
-    heads = _of_tokens(mixed, tokens, dim)
+    """Return views [n, G, heads of a group, D] of the queries, keys and values in a projection, see `rotated_heads`."""
+    heads = _token_heads(mixed, tokens, dim)
     q, k, v = heads.split((heads.shape[2] - 2, 1, 1), dim=2)
     return q, k, v
 
 
-def _of_tokens(mixed: Tensor, tokens: int, dim: int) -> Tensor:
+def _token_heads(mixed: Tensor, tokens: int, dim: int) -> Tensor:
     heads = mixed.view(len(mixed), mixed.shape[-2], mixed.shape[-1] // dim, dim)
     return heads if tokens == len(mixed) else heads[:tokens]
 
 
 def _turn(x: Tensor, table_2nD: Tensor, out: Tensor, *, along: Tensor | None = None, back: bool = False) -> None:
-    """Turn `x` [n, ..., D] into `out`: halves (a, b) to (a cos - b sin, b cos + a sin); with `back` the adjoint of
-    that. `along`: the result of `_along`, if it is known.
+    """Rotate `x` [n, ..., D] into `out`: halves (a, b) become (a cos - b sin, b cos + a sin). `back`: apply the
+    adjoint. `along`: the result of `_along`, if already computed.
     """
     along = _along(x, table_2nD) if along is None else along
     width = table_2nD.shape[-1]
@@ -172,23 +184,24 @@ def _turn(x: Tensor, table_2nD: Tensor, out: Tensor, *, along: Tensor | None = N
         out[..., width:].copy_(x[..., width:])
         x, out = x[..., :width], out[..., :width]
     sines = _by_heads(table_2nD[1], x).chunk(2, dim=-1)
-    parts = zip(along.chunk(2, dim=-1), x.chunk(2, dim=-1)[::-1], sines[:: -1 if back else 1], strict=True)
-    for (own, other, sin), to, sign in zip(parts, out.chunk(2, dim=-1), (1, -1) if back else (-1, 1), strict=True):
-        torch.addcmul(own, other, sin, value=sign, out=to)
+    halves = zip(along.chunk(2, dim=-1), x.chunk(2, dim=-1)[::-1], sines[:: -1 if back else 1], strict=True)
+    for (half, other, sin), to, sign in zip(halves, out.chunk(2, dim=-1), (1, -1) if back else (-1, 1), strict=True):
+        torch.addcmul(half, other, sin, value=sign, out=to)
 
 
 def _along(x: Tensor, table_2nD: Tensor) -> Tensor:
-    """Multiply each element that is rotated by its cosine, in fp32."""
+    """Multiply each rotated element by its cosine, in fp32."""
     return x[..., : table_2nD.shape[-1]] * _by_heads(table_2nD[0], x)
 
 
 def _in_one_pass(x: Tensor, table_2nD: Tensor) -> bool:
-    """Whether to compile, which does not pay for less than two tokens."""
+    """Whether to compile, which is not worthwhile for fewer than two tokens."""
     return compiles_for(x) and table_2nD.shape[1] > 1
 
 
-def _by_heads(part_nD: Tensor, x: Tensor) -> Tensor:
-    return part_nD.view(len(x), *[1] * (x.dim() - 2), part_nD.shape[-1])
+def _by_heads(table_nD: Tensor, x: Tensor) -> Tensor:
+    """View cosines or sines so that they broadcast over the heads of `x` [n, ..., D]."""
+    return table_nD.view(len(x), *[1] * (x.dim() - 2), table_nD.shape[-1])
 
 
 class _Rotate(torch.autograd.Function):
@@ -212,7 +225,7 @@ def _rotated(x: Tensor, table_2nD: Tensor, *, back: bool) -> Tensor:
 
 
 class _RotatedHeads(torch.autograd.Function):
-    """No output is a view of the projection, all of which it would save for the backward pass."""
+    """Implements `rotated_heads`. No output is a view of the projection, which would keep all of it in memory."""
 
     @staticmethod
     def forward(
@@ -223,7 +236,7 @@ class _RotatedHeads(torch.autograd.Function):
         if _in_one_pass(mixed, table_2nD):
             out = run(heads_turned, mixed, *table_2nD.unbind(), dim, None if order is None else order.rows)
         else:
-            out = _heads_turned_by_parts(mixed, table_2nD, dim)
+            out = _heads_turned_in_passes(mixed, table_2nD, dim)
         return out if members == 1 else tuple(x.unflatten(1, (members, -1)) for x in out)
 
     @staticmethod
@@ -231,42 +244,42 @@ class _RotatedHeads(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (table_2nD,) = ctx.saved_tensors
         one_pass = _in_one_pass(grads[0], table_2nD)
-        back = _heads_turned_back if one_pass else _heads_turned_back_by_parts
+        back = _heads_turned_back if one_pass else _heads_turned_back_in_passes
         return back(ctx, table_2nD, grads), None, None, None, None
 
 
-def _heads_turned_by_parts(mixed: Tensor, table_2nD: Tensor, dim: int) -> tuple[Tensor, ...]:
-    heads = _of_tokens(mixed, table_2nD.shape[1], dim)
-    # Queries and keys are side by side.
-    parts = (heads.shape[2] - 2, 1)
-    alongs = _along(heads[:, :, :-1], table_2nD).split(parts, dim=2)
-    outs = tuple(heads.new_empty(*heads.shape[:2], part, dim) for part in parts)
-    for x, along, out in zip(heads[:, :, :-1].split(parts, dim=2), alongs, outs, strict=True):
+def _heads_turned_in_passes(mixed: Tensor, table_2nD: Tensor, dim: int) -> tuple[Tensor, ...]:
+    heads = _token_heads(mixed, table_2nD.shape[1], dim)
+    # Queries and keys are adjacent.
+    sizes = (heads.shape[2] - 2, 1)
+    alongs = _along(heads[:, :, :-1], table_2nD).split(sizes, dim=2)
+    outs = tuple(heads.new_empty(*heads.shape[:2], size, dim) for size in sizes)
+    for x, along, out in zip(heads[:, :, :-1].split(sizes, dim=2), alongs, outs, strict=True):
         _turn(x, table_2nD, out, along=along)
     return *(out.flatten(1, 2) for out in outs), heads[:, :, -1].contiguous()
 
 
 def _heads_turned_back(ctx: Any, table_2nD: Tensor, grads: Sequence[Tensor]) -> Tensor:
-    # Takes no memory, and is as long as the projection.
+    # An empty tensor of the projection's length, which uses no memory.
     tokens = grads[0].new_empty(ctx.shape[0], 0) if ctx.order is None else ctx.order.tokens
     return run(heads_turned_back, *grads, *table_2nD.unbind(), tokens).view(ctx.shape)
 
 
-def _heads_turned_back_by_parts(ctx: Any, table_2nD: Tensor, grads: Sequence[Tensor]) -> Tensor:
-    of_mixed, tokens = grads[0].new_empty(ctx.shape), table_2nD.shape[1]
-    if tokens < len(of_mixed):
-        of_mixed[tokens:].zero_()
-    places = split_heads(of_mixed, tokens, ctx.dim)
-    (of_q, q), (of_k, k), (of_v, v) = (_alike(grad, place) for grad, place in zip(grads, places, strict=True))
-    _turn(of_q, table_2nD, q, back=True)
-    _turn(of_k, table_2nD, k, back=True)
-    v.copy_(of_v)
-    return of_mixed
+def _heads_turned_back_in_passes(ctx: Any, table_2nD: Tensor, grads: Sequence[Tensor]) -> Tensor:
+    grad_mixed, tokens = grads[0].new_empty(ctx.shape), table_2nD.shape[1]
+    if tokens < len(grad_mixed):
+        grad_mixed[tokens:].zero_()
+    places = split_heads(grad_mixed, tokens, ctx.dim)
+    (grad_q, q), (grad_k, k), (grad_v, v) = map(_same_shape, grads, places)
+    _turn(grad_q, table_2nD, q, back=True)
+    _turn(grad_k, table_2nD, k, back=True)
+    v.copy_(grad_v)
+    return grad_mixed
 
 
-def _alike(grad: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a gradient [n, H, D] or [n, members, H / members, D] and its place [n, G, heads, D] in one shape: by group
-    and, with members, by member, since no gradient by member is a view by head.
+def _same_shape(grad: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+    """View a gradient [n, H, D] or [n, members, H / members, D] and its place [n, G, heads, D] in a common shape: by
+    group, and also by member if the gradient is, since a gradient by member has no view by group alone.
     """
     groups, heads = place.shape[1:3]
     if grad.dim() == 3:
@@ -281,23 +294,23 @@ def _alike(grad: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
 def heads_turned(
     mixed: Tensor, cosines_nD: Tensor, sines_nD: Tensor, dim: int, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Forward pass of `rotated_heads`. `rows`: the row of each token, if they are not in order."""
+    """Forward pass of `rotated_heads`. `rows`: the row of each token if tokens are not in order."""
     heads = mixed.view(len(mixed), mixed.shape[-2], mixed.shape[-1] // dim, dim)
-    parts = heads.split((heads.shape[2] - 2, 1, 1), dim=2)
-    q, k, v = (x[: len(cosines_nD)] if rows is None else x[rows] for x in parts)
+    qkv = heads.split((heads.shape[2] - 2, 1, 1), dim=2)
+    q, k, v = (x[: len(cosines_nD)] if rows is None else x[rows] for x in qkv)
     q, k = (turned(x, cosines_nD, sines_nD) for x in (q, k))
     return q.flatten(1, 2), k.flatten(1, 2), v.clone(memory_format=torch.contiguous_format).flatten(1, 2)
 
 
 def heads_turned_back(
-    of_q: Tensor, of_k: Tensor, of_v: Tensor, cosines_nD: Tensor, sines_nD: Tensor, tokens: Tensor
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cosines_nD: Tensor, sines_nD: Tensor, tokens: Tensor
 ) -> Tensor:
-    """Backward pass of `rotated_heads`: [S, G, heads of a group, D]. `tokens`: [S], the token of each row, n or more
-    for a row without one; if they are in order, anything [S, 0].
+    """Backward pass of `rotated_heads`: [S, G, heads of a group, D]. `tokens`: [S], the token of each row (n or larger
+    for padding); an empty tensor [S, 0] if tokens are in order.
     """
-    count = len(of_v)
-    groups, dim = of_v.shape[1:-1].numel(), of_v.shape[-1]
-    inputs = *(x.reshape(count, groups, -1, dim) for x in (of_q, of_k, of_v)), cosines_nD, sines_nD
+    count = len(grad_v)
+    groups, dim = grad_v.shape[1:-1].numel(), grad_v.shape[-1]
+    inputs = *(x.reshape(count, groups, -1, dim) for x in (grad_q, grad_k, grad_v)), cosines_nD, sines_nD
     if tokens.dim() == 1:
         inputs = tuple(x[tokens.clamp(max=count - 1)] for x in inputs)
     q, k, v, cosines, sines = inputs

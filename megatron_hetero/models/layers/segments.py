@@ -1,17 +1,22 @@
-"""Segments of attention in a pack, and what attention exchanges between the ranks that share a sequence: heads for
-tokens under `sp`, keys and values under `cp`.
+"""Segments of attention in a pack, and the exchanges of attention between ranks that share sequences: heads for tokens
+under `sp`, keys and values under `cp`.
 
-Shape suffixes: n tokens of this rank, N of all members of the group, H heads of this rank, m members of the group,
-D elements per head, c columns.
+Shape suffixes:
+    n  tokens of this rank
+    N  tokens of all members of the group
+    m  members of the group
+    H  heads of this rank
+    D  elements per head
+    c  columns
 
     sp   ulysses_scatter_heads    one all-to-all each way     [n, H, D] -> [N, H / m, D]
          ulysses_gather_heads     one all-to-all each way     [N, H / m * D] -> [n, H * D]
     cp   gather_keys              one all-gather forward, one reduce-scatter backward
                                   [n, H, D] -> [keys that this rank's queries see, H, D]
 
-Every member knows all lengths, so that members without tokens take part in the same exchanges.
+Every member knows all lengths, so that members without tokens join the same exchanges.
 
-Sources: Ulysses, Jacobs et al. 2023, arXiv 2309.14509; context parallelism that gathers keys and values, Llama Team
+Sources: Ulysses, Jacobs et al. 2023, arXiv 2309.14509; context parallelism with gathered keys and values, Llama Team
 2024, arXiv 2407.21783, section 3.3.2.
 """
 
@@ -39,25 +44,25 @@ def ulysses_scatter_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Exchange heads for tokens: [n, H, D] to [N, H / m, D] for each, in one all-to-all.
 
-    Inputs may be [n, m, H / m, D] already, which spares a copy of their gradients. Fewer key/value heads than m are
-    repeated first, so that each member gets those that its query heads use.
+    Inputs may already be [n, m, H / m, D], which avoids a copy of their gradients. If there are fewer key/value heads
+    than members, they are repeated first, so that each member gets the ones that its query heads use.
     """
     members = group.size()
-    parts = [_by_member(x, members) for x in (q_nHD, k_nHD, v_nHD)]
-    widths = [x.shape[2] for x in parts]
+    by_member = [_by_member(x, members) for x in (q_nHD, k_nHD, v_nHD)]
+    widths = [x.shape[2] for x in by_member]
     # One buffer, ordered by receiver: [m, n, (q | k | v heads of that receiver), D]
-    packed = torch.cat([x.transpose(0, 1) for x in parts], dim=2)
-    mine, dim = len(q_nHD), q_nHD.shape[-1]
-    rows = packed.flatten(0, 1).flatten(1)  # [m * n, heads * D], also where n is 0
-    received = tensor_parallel.all_to_all(group, rows, list(lengths), [mine] * members)
+    packed = torch.cat([x.transpose(0, 1) for x in by_member], dim=2)
+    tokens, dim = len(q_nHD), q_nHD.shape[-1]
+    rows = packed.flatten(0, 1).flatten(1)  # [m * n, heads * D], even if n is 0.
+    received = tensor_parallel.all_to_all(group, rows, list(lengths), [tokens] * members)
     return received.unflatten(1, (sum(widths), dim)).split(widths, dim=1)  # pyright: ignore[reportReturnType]
 
 
 def ulysses_gather_heads(x_Nc: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
     """Exchange tokens for heads: [N, H / m * D] to [n, H * D]."""
-    members, mine = group.size(), lengths[group.rank()]
-    received = tensor_parallel.all_to_all(group, x_Nc, [mine] * members, list(lengths))
-    return received.unflatten(0, (members, mine)).transpose(0, 1).flatten(1)
+    members, tokens = group.size(), lengths[group.rank()]
+    received = tensor_parallel.all_to_all(group, x_Nc, [tokens] * members, list(lengths))
+    return received.unflatten(0, (members, tokens)).transpose(0, 1).flatten(1)
 
 
 def gather_keys(
@@ -66,15 +71,15 @@ def gather_keys(
     """Gather keys and values over the group and select those at `index` (see `padded_index`): [len(index), H, D] for
     each. `lengths`: tokens of each member.
     """
-    own = torch.cat((k_nHD, v_nHD), dim=1)
-    padding = max(lengths) - len(own)
-    padded = F.pad(own, (0, 0, 0, 0, 0, padding)) if padding else own
+    local = torch.cat((k_nHD, v_nHD), dim=1)
+    padding = max(lengths) - len(local)
+    padded = F.pad(local, (0, 0, 0, 0, 0, padding)) if padding else local
     gathered = tensor_parallel.gather_from_sequence_parallel_region(padded, group=group)
     return gathered.index_select(0, index).chunk(2, dim=1)  # pyright: ignore[reportReturnType]
 
 
 def padded_index(index: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-    """Convert an index into all members' tokens to one into members that are padded to the longest.
+    """Convert an index into the tokens of all members to an index into members that are padded to the longest.
 
     >>> padded_index(np.array([0, 1, 2, 3]), (1, 0, 3)).tolist()
     [0, 6, 7, 8]
@@ -85,7 +90,7 @@ def padded_index(index: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
 
 
 def _by_member(x: Tensor, members: int) -> Tensor:
-    """Return [n, m, heads of a member, D]."""
+    """View or repeat heads as [n, m, heads of a member, D]."""
     if x.dim() == 4:
         return x
     copies = math.lcm(x.shape[1], members) // x.shape[1]
@@ -93,7 +98,7 @@ def _by_member(x: Tensor, members: int) -> Tensor:
 
 
 class ShapeBucket(NamedTuple):
-    """Number of `segments` that have so many `queries` and `keys`."""
+    """The number of `segments` with this number of `queries` and `keys` each."""
 
     queries: int
     keys: int
@@ -102,14 +107,14 @@ class ShapeBucket(NamedTuple):
 
 @dataclass
 class PackedSegments(PackedSeqParams):
-    """Segments of attention in a pack (`megatron_hetero.layout.context`): queries attend within their own segment.
+    """Segments of attention in a pack (`megatron_hetero.layout.context`): queries attend within their segment.
 
-    This is a Megatron `PackedSeqParams` for kernels that take all segments at once, with the offsets of queries and
-    keys, int32 [segments + 1] on the device. Kernels that take segments of one shape at a time use `buckets`, `order`,
-    `key_order` and `causal_mask`, which are computed once for all layers.
+    As Megatron's `PackedSeqParams` it has the offsets of queries and keys, int32 [segments + 1] on the device, for
+    kernels that compute all segments at once. Kernels that compute segments of one shape at a time use `buckets`,
+    `order`, `key_order` and `causal_mask`, which are computed once for all layers.
 
-    `key_index`: int64 [K], the positions of the segments' keys in the padded gather of all `cp` members' tokens; None
-    if the keys are this member's own tokens in order.
+    `key_index`: int64 [K], the indices of the segments' keys in the padded gather of all `cp` members' tokens; None if
+    the keys are this member's tokens in order.
     """
 
     segments: AttentionSegments = field(default=AttentionSegments((), ()), repr=False)
@@ -118,14 +123,14 @@ class PackedSegments(PackedSeqParams):
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> PackedSegments:
-        """Return whole sequences of `lengths` tokens, one after the other, without empty ones."""
+        """Return the segments of consecutive whole sequences of `lengths` tokens, without empty ones."""
         return cls.of_segments(AttentionSegments.whole(lengths), device)
 
     @classmethod
     def of_segments(
         cls, segments: AttentionSegments, device: torch.device, cp_lengths: Sequence[int] = ()
     ) -> PackedSegments:
-        """Return the segments of one `cp` member. `cp_lengths`: tokens of each member, needed with a `key_index`."""
+        """Return the segments of one `cp` member. `cp_lengths`: tokens of each member, required with a `key_index`."""
         index = None if segments.key_index is None else padded_index(segments.key_index, cp_lengths)
         cu_queries = _cumulated(segments.queries, device)
         return cls(
@@ -140,23 +145,23 @@ class PackedSegments(PackedSeqParams):
 
     @cached_property
     def buckets(self) -> tuple[ShapeBucket, ...]:
-        """Shapes of the segments, in the order in which they first appear."""
+        """Shapes of the segments, in the order of their first occurrence."""
         counts = np.bincount(self._bucket_of_segment, minlength=len(self._shapes))
         return tuple(ShapeBucket(*shape, int(counts[i])) for shape, i in self._shapes.items())
 
     @cached_property
     def order(self) -> Tensor | None:
-        """Indices (int64) that sort queries by bucket; None if they are sorted."""
+        """Indices (int64) that sort queries by bucket; None if they are already sorted."""
         return self._order(self.segments.queries)
 
     @cached_property
     def key_order(self) -> Tensor | None:
-        """Indices (int64) that sort keys by bucket; None if they are sorted."""
+        """Indices (int64) that sort keys by bucket; None if they are already sorted."""
         return self._order(self.segments.keys)
 
     def causal_mask(self, bucket: ShapeBucket) -> Tensor:
-        """Return bool [queries, keys], True where a query sees a key: the last query sees all keys, each earlier query
-        one less.
+        """Return bool [queries, keys], True where a query sees a key: the last query sees all keys, and each earlier
+        query one key less than the next.
         """
         if bucket not in self._masks:
             everything = torch.ones(bucket.queries, bucket.keys, dtype=torch.bool, device=self.cu_seqlens_q.device)

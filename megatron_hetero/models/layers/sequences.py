@@ -1,4 +1,4 @@
-"""Whole sequences of a pack, for layers that run along each of them."""
+"""Whole sequences of a pack, for layers with a recurrence along each sequence."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megatron_hetero.models.layers.chunks import Chunks
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Sequences of a pack, one after the other. What layers need of them is computed once for all layers.
+    """The consecutive sequences of a pack. Everything derived is computed once for all layers.
 
     Attributes:
         lengths: tokens of each sequence; some may be empty.
         device: device of the tensors.
-        members: ranks along `cp`, each of which has its zigzag chunks of every sequence.
+        members: size of the `cp` group, whose members have zigzag chunks of every sequence.
     """
 
     lengths: tuple[int, ...]
@@ -30,24 +30,24 @@ class Sequences:
 
     @property
     def total(self) -> int:
-        """Tokens of all sequences."""
+        """Number of tokens in all sequences."""
         return sum(self.lengths)
 
     @cached_property
     def offsets(self) -> Tensor:
-        """Place of each token in its own sequence, int64 [tokens]."""
+        """Offset of each token in its sequence, int64 [tokens]."""
         lengths = np.asarray(self.lengths, np.int64)
         starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
         return self._moved(np.arange(self.total) - starts)
 
     @cached_property
     def numbers(self) -> Tensor:
-        """Number of the sequence of each token, int32 [tokens]."""
+        """Index of each token's sequence, int32 [tokens]."""
         return self._moved(np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.lengths))
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """Bounds of the sequences, int64 [sequences + 1]."""
+        """Boundaries of the sequences, int64 [sequences + 1]."""
         return self._moved(self.host_cu_seqlens.numpy())
 
     @cached_property
@@ -57,12 +57,12 @@ class Sequences:
 
     @cached_property
     def by_member(self) -> Tensor:
-        """Place in the pack of each token of the first member, then of the second, and so on: int64 [tokens]."""
+        """Index in the pack of each token of member 0, then of member 1, and so on: int64 [tokens]."""
         return self._moved(self._by_member)
 
     @cached_property
     def in_order(self) -> Tensor:
-        """Place of each token of the pack among the tokens `by_member`, int64 [tokens]."""
+        """Index in `by_member` of each token of the pack, int64 [tokens]: the inverse permutation."""
         return self._moved(np.argsort(self._by_member))
 
     @cached_property

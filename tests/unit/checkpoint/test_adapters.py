@@ -15,9 +15,9 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.checkpoint.adapters import adapters_of, fingerprints, with_recorded
 from megatron_hetero.checkpoint.index import matrix
 from megatron_hetero.checkpoint.record import OVERRIDABLE, ModelSources, RunRecord
+from megatron_hetero.checkpoint.recorded_adapters import adapters_of, fingerprints, with_recorded
 from megatron_hetero.config.schema import load_config, to_yaml
 from megatron_hetero.models.adapters import with_adapters
 from megatron_hetero.models.frozen import Frozen

@@ -32,7 +32,7 @@ from megatron_hetero.models.families.common import canonical_name
 from megatron_hetero.models.families.qwen2_5_vl.shapes import TextShape, VisionShape
 from megatron_hetero.models.families.qwen3_vl import shapes as qwen3_vl
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.weights import projector_shapes, stored_shapes, tensors_of_parts, weight_map
+from megatron_hetero.models.weights import projector_shapes, stored_shapes, tensors_by_subset, weight_map
 from megatron_hetero.train.hf_export import assemble
 from tests.support.shapes import parameter_count
 
@@ -52,7 +52,7 @@ def shapes_and_tp(draw: st.DrawFn) -> tuple[ModelShapes, int]:
     text = TextShape(
         layers=draw(st.integers(1, 2)), hidden=heads * head_dim, heads=heads, kv_heads=kv_heads,
         head_dim=head_dim, ffn=draw(size), vocab=draw(size), tied=draw(st.booleans()),
-        rope_theta=1e4, mrope_section=(1,), norm_eps=1e-6, max_positions=64,
+        rope_theta=1e4, mrope_section=(1,), norm_eps=1e-6,
     )  # fmt: skip
     vision = VisionShape(
         layers=draw(st.integers(1, 2)), hidden=vision_heads * draw(st.integers(1, 2)), heads=vision_heads,
@@ -70,7 +70,6 @@ def newer_shapes(draw: st.DrawFn, tp: int, heads: int, kv_heads: int) -> ModelSh
     text = qwen3_vl.TextShape(
         layers=2, hidden=draw(size), heads=heads, kv_heads=kv_heads, head_dim=draw(st.integers(1, 3)), ffn=draw(size),
         vocab=draw(size), tied=draw(st.booleans()), rope_theta=1e4, mrope_section=(1, 0, 0), norm_eps=1e-6,
-        max_positions=64,
     )  # fmt: skip
     vision = qwen3_vl.VisionShape(
         layers=3, hidden=vision_heads * draw(st.integers(1, 2)), heads=vision_heads, ffn=draw(size), channels=3,
@@ -232,7 +231,7 @@ def test_names() -> None:
 
 def test_parts() -> None:
     shapes = small()
-    found = tensors_of_parts(shapes)
+    found = tensors_by_subset(shapes)
     assert sorted(itertools.chain(*found.values())) == sorted(stored_shapes(shapes))
     assert found.keys() == {"vision", "projector", "text"}
     assert set(found["projector"]) == set(projector_shapes("vision", shapes))
@@ -240,7 +239,7 @@ def test_parts() -> None:
 
 def small() -> ModelShapes:
     vision = VisionShape(1, 4, 2, 3, 3, 2, 1, 1, 4, 1e4, window=4, full_layers=frozenset({0}))
-    return ModelShapes({"vision": vision}, TextShape(1, 4, 2, 1, 2, 3, 5, True, 1e4, (1,), 1e-6, 64))
+    return ModelShapes({"vision": vision}, TextShape(1, 4, 2, 1, 2, 3, 5, True, 1e4, (1,), 1e-6))
 
 
 def test_parameter_count() -> None:

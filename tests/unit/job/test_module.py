@@ -23,7 +23,7 @@ def test_encoders_of_the_model_come_first() -> None:
     found = job(f"{FURTHER} --vision-parallel sp:4 --text-parallel tp:4")
     assert list(found.modules) == ["vision", "detail", "text"] and found.shapes.own == ("vision",)
     assert [module.role for module in found.modules.values()] == ["encoder", "encoder", "text"]
-    assert [found.shapes.parts_of(name)[-1] for name in found.modules] == ["projector", "detail_projector", "text"]
+    assert [found.shapes.subsets_of(name)[-1] for name in found.modules] == ["projector", "detail_projector", "text"]
     assert found.modules["detail"].prefix.startswith("detail.") and found.text is found.modules["text"]
 
 

@@ -18,7 +18,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.lora import LoraConfig
 from megatron_hetero.config.modules import ModuleConfig
 from megatron_hetero.hf.peft_folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
-from megatron_hetero.models.adapter_export import adapter_tensors, adapter_writer, merging_writer
+from megatron_hetero.models.adapter_writers import adapter_tensors, adapter_writer, merging_writer
 from megatron_hetero.models.adapters import Lora, adapters_text, with_adapters
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.frozen import Frozen

@@ -25,8 +25,8 @@ from megatron_hetero.models.weights import (
     open_encoders,
     open_modules,
     stored_shapes,
+    tensors_by_subset,
     tensors_of,
-    tensors_of_parts,
     weight_map,
 )
 from megatron_hetero.step.family_module import load_parameters
@@ -208,7 +208,7 @@ def test_first_values_follow_from_names_and_seed(folder: Path, site: Site) -> No
 def test_what_no_folder_has_is_neither_asked_of_one_nor_taken_from_it(folder: Path, tmp_path: Path) -> None:
     plain, shapes = shapes_of(folder), shapes_of(folder, LowRank(2))
     assert {n: s for n, s in stored_shapes(shapes).items() if "lora" not in n} == stored_shapes(plain)
-    parts = tensors_of_parts(shapes)
+    parts = tensors_by_subset(shapes)
     assert {name for names in parts.values() for name in names} == set(stored_shapes(shapes))
     fresh = fresh_projector(plain, 3)
     assert all(torch.equal(values, fresh[name]) for name, values in fresh_projector(shapes, 3).items())

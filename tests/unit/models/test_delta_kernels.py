@@ -26,7 +26,7 @@ from megatron_hetero.models.layers.delta_kernels import (
     rule_for,
 )
 from megatron_hetero.models.layers.delta_rule import delta_rule
-from megatron_hetero.models.layers.packages import CAUSAL_CONV1D, FLA, Found, OptionalPackage, find, unusable
+from megatron_hetero.models.layers.packages import CAUSAL_CONV1D, FLA, OptionalPackage, Status, find, unusable
 from megatron_hetero.models.layers.sequences import Sequences
 from megatron_hetero.models.layers.short_convolution import convolved
 from tests.support.stand_ins.delta_net import causal_conv1d_fn, chunk_gated_delta_rule
@@ -92,11 +92,11 @@ class Machine:
     """A GPU of compute capability 9.0 with these packages, whose tensors are on the CPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.installed: dict[OptionalPackage, Found] = {}
+        self.installed: dict[OptionalPackage, Status] = {}
         self.compiles = True
         self.ran: list[str] = []
         functions = {FLA: chunk_gated_delta_rule, CAUSAL_CONV1D: causal_conv1d_fn}
-        monkeypatch.setattr(delta_kernels, "find", lambda package: self.installed.get(package, Found(None)))
+        monkeypatch.setattr(delta_kernels, "find", lambda package: self.installed.get(package, Status(None)))
         monkeypatch.setattr(delta_kernels, "_compiles", lambda _: self.compiles)
         monkeypatch.setattr(delta_kernels, "cuda_capability", lambda _: (9, 0))
         monkeypatch.setattr(delta_kernels, "_function", lambda package: self.noted(package.module, functions[package]))
@@ -132,25 +132,25 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 def test_what_is_installed_runs(machine: Machine) -> None:
     assert machine.runs() == ["torch", "torch"]
-    machine.installed = {FLA: Found("0.6.0")}
+    machine.installed = {FLA: Status("0.6.0")}
     assert machine.runs() == ["fla", "torch"]
-    machine.installed = {FLA: Found("0.6.0"), CAUSAL_CONV1D: Found("1.7.0")}
+    machine.installed = {FLA: Status("0.6.0"), CAUSAL_CONV1D: Status("1.7.0")}
     assert machine.runs() == ["fla", "causal_conv1d"]
     assert machine.runs(FP32) == ["torch", "torch"] and machine.runs(width=12) == ["torch", "torch"]
 
 
 @pytest.mark.parametrize(
     "found",
-    [Found("0.5.2"), Found("0.6.0", "ImportError: x"), Found("0.6.0", lacks="triton>=3.7.1 (found 3.6.0)")],
+    [Status("0.5.2"), Status("0.6.0", "ImportError: x"), Status("0.6.0", lacks="triton>=3.7.1 (found 3.6.0)")],
     ids=["old", "broken", "old Triton"],
 )
-def test_what_is_unusable_does_not_run(machine: Machine, found: Found) -> None:
-    machine.installed = {FLA: found, CAUSAL_CONV1D: Found("1.5.4")}
+def test_what_is_unusable_does_not_run(machine: Machine, found: Status) -> None:
+    machine.installed = {FLA: found, CAUSAL_CONV1D: Status("1.5.4")}
     assert machine.runs() == ["torch", "torch"]
 
 
 def test_fla_needs_a_compiler(machine: Machine) -> None:
-    machine.installed, machine.compiles = {FLA: Found("0.6.0"), CAUSAL_CONV1D: Found("1.7.0")}, False
+    machine.installed, machine.compiles = {FLA: Status("0.6.0"), CAUSAL_CONV1D: Status("1.7.0")}, False
     assert machine.runs() == ["torch", "causal_conv1d"]
 
 

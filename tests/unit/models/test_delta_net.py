@@ -245,7 +245,7 @@ class WithDeltaNets(TextShape):
 
 
 def module_shape(layers: int) -> Any:
-    text = WithDeltaNets(layers, HIDDEN, 4, 2, 16, 48, 64, False, 1e4, (4, 2, 2), 1e-6, 64)
+    text = WithDeltaNets(layers, HIDDEN, 4, 2, 16, 48, 64, False, 1e4, (4, 2, 2), 1e-6)
     vision = VisionShape(1, HIDDEN, 4, 8, 3, 14, 2, 2, HIDDEN, 1e4, table_side=2, deepstack=())
     return ModelShapes({"vision": vision}, text).module_shapes()["text"]
 

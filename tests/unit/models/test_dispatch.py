@@ -63,7 +63,7 @@ def _compare(chosen: list[Tensor], given: list[Tensor], rank: int, blocks: list[
         pairs = take(rows, dispatch.pairs)
         sizes = dispatch.ends.diff(prepend=dispatch.ends.new_zeros(1))
         factors = torch.arange(start, stop).repeat_interleave(sizes.long()) + 1.0
-        out = dispatch.bring_back(add_up(pairs * factors[:, None].double(), dispatch.pairs))
+        out = dispatch.combine(add_up(pairs * factors[:, None].double(), dispatch.pairs))
         out.backward(x.detach() + 1)
     with mock.patch.object(layers_dispatch, "_read", wraps=layers_dispatch._read) as read:
         assert list(dispatch.host_ends) == dispatch.ends.tolist() == list(dispatch.host_ends)

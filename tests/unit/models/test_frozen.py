@@ -25,13 +25,13 @@ def frozen(*freeze: str, train: tuple[str, ...] = ()) -> Frozen:
 
 def test_parts_are_all_of_their_tensors() -> None:
     found = frozen("vision", "detail_projector")
-    assert found.parts == {"vision", "detail_projector"}
+    assert found.subsets == {"vision", "detail_projector"}
     assert found.shares == {"vision": 0, "projector": 1, "text": 1, "detail": 1, "detail_projector": 0}
     assert {n for n in STORED if n.startswith(("visual.", "detail.visual.merger."))} - found.tensors == {
         n for n in STORED if n.startswith("visual.merger.")
     }
-    assert frozen().tensors == frozenset() and frozen().parts == frozenset()
-    assert frozen("vision", "projector", "text").parts == {"vision", "projector", "text"}
+    assert frozen().tensors == frozenset() and frozen().subsets == frozenset()
+    assert frozen("vision", "projector", "text").subsets == {"vision", "projector", "text"}
 
 
 @pytest.mark.parametrize(
@@ -87,14 +87,14 @@ def test_layers_before_the_first_that_trains_have_no_gradients() -> None:
 
 def test_train_selects_and_freeze_excepts() -> None:
     found = frozen("model.layers.0.*", train=("text", "projector"))
-    assert found.parts == {"vision", "detail", "detail_projector"}
+    assert found.subsets == {"vision", "detail", "detail_projector"}
     assert not any(name.startswith("model.layers.0.") for name in STORED - found.tensors)
     assert found.tensors == frozen("vision", "detail", "detail_projector", "model.layers.0.*").tensors
 
 
 def test_parts_that_patterns_freeze_are_frozen() -> None:
     found = frozen("detail.visual.*", "model.norm.weight")
-    assert found.parts == {"detail", "detail_projector"}
+    assert found.subsets == {"detail", "detail_projector"}
     assert found.trains("text") and found.shares["text"] == 1  # A norm multiplies nothing.
 
 

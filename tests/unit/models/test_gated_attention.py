@@ -252,7 +252,7 @@ class MixedShape(TextShape):
 @pytest.mark.parametrize("head_dim, flash", [(256, True), (288, False)])
 def test_plans_measure_the_kernel_for_the_head_of_a_layer(head_dim: int, flash: bool) -> None:
     """Not for the part of it that is rotated, which fits either kernel."""
-    shape = MixedShape(2, 64, 4, 2, head_dim, 48, 64, False, 1e4, (head_dim // 2, 0, 0), 1e-6, 64)
+    shape = MixedShape(2, 64, 4, 2, head_dim, 48, 64, False, 1e4, (head_dim // 2, 0, 0), 1e-6)
     layout, stages = Layout.parse("dp:1", 1), cut_stages(2, 1)
     job = ModuleJob("text", "text", shape, "", layout, stages, frozenset(), ModuleConfig(), torch.bfloat16)
     alone = measured.Measured.of(job, gpu=True, imbalance=1)
@@ -272,7 +272,7 @@ def test_stages_are_cut_by_costs_of_layers() -> None:
             layers = self.architecture.layers
             return [each.operations(Tokens([tokens])).of(FORWARD) for each in layers]
 
-    plain = TextShape(4, 32, 4, 2, 16, 48, 64, False, 1e4, (4, 2, 2), 1e-6, 64)
+    plain = TextShape(4, 32, 4, 2, 16, 48, 64, False, 1e4, (4, 2, 2), 1e-6)
     assert plain.layer_costs(1024) is None
     costs = Dear(**vars(plain)).layer_costs(1024)
     assert costs[0] == costs[2] < costs[1] == costs[3]
@@ -280,7 +280,7 @@ def test_stages_are_cut_by_costs_of_layers() -> None:
 
 
 def test_a_family_gives_each_layer_its_own_attention_and_norms() -> None:
-    plain = TextShape(4, 32, 4, 2, 16, 48, 64, False, 1e4, (4, 2, 2), 1e-6, 64)
+    plain = TextShape(4, 32, 4, 2, 16, 48, 64, False, 1e4, (4, 2, 2), 1e-6)
     mixed = MixedShape(**vars(plain))
     tensors, before = mixed.architecture.tensors, plain.architecture.tensors
     changed = {name for name, shape in tensors.items() if shape != before[name]}
@@ -311,7 +311,7 @@ class OtherShape(TextShape):
 
 
 def test_limits_of_a_layout_are_those_of_its_layers() -> None:
-    plain = TextShape(4, 32, 4, 2, 16, 48, 64, False, 1e4, (4, 2, 2), 1e-6, 64)
+    plain = TextShape(4, 32, 4, 2, 16, 48, 64, False, 1e4, (4, 2, 2), 1e-6)
     assert plain.architecture.limits == (Limit(("tp", "sp"), 4),)
     vision = VisionShape(1, 32, 4, 8, 3, 14, 2, 2, 32, 1e4, table_side=2, deepstack=())
     shape = ModelShapes({"vision": vision}, OtherShape(**vars(plain))).module_shapes()["text"]

@@ -109,7 +109,7 @@ def test_heads_are_rotated_in_one_pass_as_in_several(
 ) -> None:
     """Each way, as a compiler gets it, of tokens in order and not."""
     dim, rows = 6, 8
-    table, order = torch.randn(2, rows - padding, width), Order.of_parts((1, 3), 2, rows - padding, CPU)
+    table, order = torch.randn(2, rows - padding, width), Order.of_chunks((1, 3), 2, rows - padding, CPU)
     mixed = torch.randn(rows, 1, groups, (queries + 2) * dim, requires_grad=True)
     outs = rotary.rotated_heads(mixed, table, dim, order if in_parts else None)
     grads = [torch.randn_like(out) for out in outs]

@@ -118,7 +118,7 @@ def test_adapters_of_the_projector(folder: Path) -> None:
     """
     shapes = with_lora(folder, vision=LoraConfig(r=R, targets=("merger.mlp.*",)))
     frozen = Frozen.of(shapes, ["vision", "text"])
-    assert frozen.parts == {"vision", "text"} and frozen.shares["projector"] == 0
+    assert frozen.subsets == {"vision", "text"} and frozen.shares["projector"] == 0
     vision, merger = shapes.encoders["vision"].architecture, shapes.encoders["vision"].architecture.ends[0].part
     tokens = shapes.encoders["vision"].tokens([GRID])
     rows, width, out = merger.operations(tokens).linear, merger.width, merger.out  # pyright: ignore[reportAttributeAccessIssue]

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_hetero.data.dealing import PackMetadata, PackShape, PieceSource
 from megatron_hetero.data.token_ids import token_ids
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.layers.dropout import Dropout, TokenIds, ids_of_pieces, mixed_bits
-from megatron_hetero.models.layers.low_rank import LowRank, LowRankShape, Rows
+from megatron_hetero.models.layers.dropout import Dropout, TokenIds, ids_of_chunks, mixed_bits
+from megatron_hetero.models.layers.low_rank import BRows, LowRank, LowRankShape
 from tests.support.stages import lone_site
 from tests.unit.data.packs import partitioner, random_packs
 
@@ -89,7 +89,7 @@ class Counted(TorchDispatchMode):
 
 def low_rank(dropout: Dropout | None, inputs: int = 24, outputs: int = 8) -> LowRank:
     torch.manual_seed(0)
-    module = LowRank(LowRankShape(inputs, outputs, 4, (0.5,), (Rows((0, outputs), 0),), False, dropout), lone_site())
+    module = LowRank(LowRankShape(inputs, outputs, 4, (0.5,), (BRows((0, outputs), 0),), False, dropout), lone_site())
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)
     return module
@@ -150,19 +150,19 @@ def test_orders_of_ids(ranks: int, parts: list[int], size: int) -> None:
         for rank in range(ranks):
             expected += range(rank * tokens + start, rank * tokens + stop)
     if ranks > 1 or len(parts) == 1:
-        assert ids.in_parts(parts).tolist() == expected
-    assert ids.in_parts((tokens,)).tolist() == list(range(ranks * tokens))
+        assert ids.by_chunk(parts).tolist() == expected
+    assert ids.by_chunk((tokens,)).tolist() == list(range(ranks * tokens))
     for rank in range(ranks):
-        assert ids.own(rank).tolist() == list(range(rank * tokens, (rank + 1) * tokens))
+        assert ids.local(rank).tolist() == list(range(rank * tokens, (rank + 1) * tokens))
     own = torch.zeros(tokens, 1)
     pieces = own.split(size)
-    for number, (piece, each) in enumerate(zip(pieces, ids_of_pieces(ids, pieces), strict=True)):
+    for number, (piece, each) in enumerate(zip(pieces, ids_of_chunks(ids, pieces), strict=True)):
         assert each is not None
         first = number * size
-        assert each.in_parts((len(piece),)).tolist() == [
+        assert each.by_chunk((len(piece),)).tolist() == [
             rank * tokens + first + place for rank in range(ranks) for place in range(len(piece))
         ]
-    assert list(ids_of_pieces(None, pieces)) == [None] * len(pieces)
+    assert list(ids_of_chunks(None, pieces)) == [None] * len(pieces)
 
 
 LAYOUTS = ["dp:4", "sp:4", "tp:4", "cp:4", "sp:2,cp:2", "tp:2,sp:2", "tp:2,cp:2", "tp:2,dp:2", "sp:2,dp:2"]

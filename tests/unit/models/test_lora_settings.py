@@ -205,7 +205,7 @@ def test_adapters_train_beside_a_frozen_base_and_a_projector(load: Load) -> None
         of_targets = job_of(load, f"--vision-lora.r 4 --vision-lora.targets {targets}").modules["vision"]
         assert of_targets.frozen == frozen | {}.keys(), targets
     named = job_of(load, "--text-lora.r 4 --model.freeze text vision").frozen
-    assert named.parts == {"vision"} and named.shares == {"vision": 0, "projector": 1, "text": 0}
+    assert named.subsets == {"vision"} and named.shares == {"vision": 0, "projector": 1, "text": 0}
     of_few = job_of(load, "--text-lora.r 4 --model.train *norm* projector").modules["text"]
     assert architecture.in_folder.keys() - of_few.frozen == {name for name in architecture.in_folder if "norm" in name}
 

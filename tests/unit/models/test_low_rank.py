@@ -30,8 +30,8 @@ from megatron_hetero.models.layers import grouped
 from megatron_hetero.models.layers.dispatch import Dispatch, block
 from megatron_hetero.models.layers.experts import ExpertMLP, _Experts
 from megatron_hetero.models.layers.linear import ColumnLinear, RowLinear
-from megatron_hetero.models.layers.low_rank import ExpertsLowRank, LowRank, LowRankShape, Rows
-from megatron_hetero.models.layers.overlapped import first_in_parts, second_in_parts
+from megatron_hetero.models.layers.low_rank import BRows, ExpertsLowRank, LowRank, LowRankShape
+from megatron_hetero.models.layers.overlapped import first_in_chunks, second_in_chunks
 from megatron_hetero.models.layers.recompute import Recompute, not_saving, recompute
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.stages import ModuleStage
@@ -59,15 +59,17 @@ def apart(one: Tensor | None, other: Tensor) -> float:
 
 INPUTS, OUTPUTS = 12, 20
 SHAPES = {
-    "one": LowRankShape(INPUTS, OUTPUTS, 3, (1.0,), (Rows((0, OUTPUTS), 0),), False),
-    "scaled": LowRankShape(INPUTS, OUTPUTS, 3, (0.5,), (Rows((0, OUTPUTS), 0),), False),
-    "two": LowRankShape(INPUTS, OUTPUTS, 2, (2.0, 2.0), (Rows((0, 8), 0), Rows((8, 20), 1)), False),
+    "one": LowRankShape(INPUTS, OUTPUTS, 3, (1.0,), (BRows((0, OUTPUTS), 0),), False),
+    "scaled": LowRankShape(INPUTS, OUTPUTS, 3, (0.5,), (BRows((0, OUTPUTS), 0),), False),
+    "two": LowRankShape(INPUTS, OUTPUTS, 2, (2.0, 2.0), (BRows((0, 8), 0), BRows((8, 20), 1)), False),
     "interleaved": LowRankShape(
-        INPUTS, OUTPUTS, 4, (2.0, 0.5, 1.5), (Rows((0, 6), 0), Rows((6, 8), 1), Rows((8, 10), 2), Rows((10, 16), 0),
-                                              Rows((16, 18), 1), Rows((18, 20), 2)), False,
+        INPUTS, OUTPUTS, 4, (2.0, 0.5, 1.5), (BRows((0, 6), 0), BRows((6, 8), 1), BRows((8, 10), 2), BRows((10, 16), 0),
+                                              BRows((16, 18), 1), BRows((18, 20), 2)), False,
     ),
-    "some rows": LowRankShape(INPUTS, OUTPUTS, 4, (0.5,), (Rows((6, 8), 0), Rows((16, 18), 0)), False),
-    "the middle and the end": LowRankShape(INPUTS, OUTPUTS, 3, (3.0, 1.0), (Rows((4, 6), 1), Rows((9, 20), 0)), False),
+    "some rows": LowRankShape(INPUTS, OUTPUTS, 4, (0.5,), (BRows((6, 8), 0), BRows((16, 18), 0)), False),
+    "the middle and the end": LowRankShape(
+        INPUTS, OUTPUTS, 3, (3.0, 1.0), (BRows((4, 6), 1), BRows((9, 20), 0)), False
+    ),
 }  # fmt: skip
 
 
@@ -196,8 +198,8 @@ def test_exchanges_over_tp(parts: int, splits: bool) -> None:
             return self.forward(self, given)
 
     column, row = Called(forward=ColumnLinear.forward, **vars(column)), Called(forward=RowLinear.forward, **vars(row))
-    column.lora = LowRank(LowRankShape(hidden, ffn // 2, r, (2.0,), (Rows((0, ffn // 2), 0),), False), site)
-    row.lora = LowRank(LowRankShape(ffn // 2, hidden, r, (0.5,), (Rows((0, hidden), 0),), True), site)
+    column.lora = LowRank(LowRankShape(hidden, ffn // 2, r, (2.0,), (BRows((0, ffn // 2), 0),), False), site)
+    row.lora = LowRank(LowRankShape(ffn // 2, hidden, r, (0.5,), (BRows((0, hidden), 0),), True), site)
     values = {
         column.lora.A: whole["first A"], column.lora.B: mine(whole["first B"]),
         row.lora.A: mine(whole["second A"], 1), row.lora.B: whole["second B"],
@@ -206,8 +208,8 @@ def test_exchanges_over_tp(parts: int, splits: bool) -> None:
         parameter.data.copy_(value)
     local = (mine(x) if splits else x.clone()).requires_grad_()
     with Collectives().counted() as found:
-        hidden_states, _ = first_in_parts(column, local, own if splits else (2 * tokens,))
-        out, _ = second_in_parts(row, hidden_states.relu(), own if splits else (2 * tokens,))
+        hidden_states, _ = first_in_chunks(column, local, own if splits else (2 * tokens,))
+        out, _ = second_in_chunks(row, hidden_states.relu(), own if splits else (2 * tokens,))
         forward = list(found)
         out.backward(mine(cotangent) if splits else cotangent)
     torch.testing.assert_close(out, mine(expected) if splits else expected)
@@ -258,11 +260,11 @@ def test_beside_a_frozen_layer_only_the_input_and_low_rank_products_are_saved() 
     linear = site.column_linear(12, 20, bias=False)
     linear.weight.requires_grad_(False)
     hidden = torch.randn(64, 1, 12).requires_grad_()
-    assert not saved_by(lambda: first_in_parts(linear, hidden * 2, (64,))[0])
+    assert not saved_by(lambda: first_in_chunks(linear, hidden * 2, (64,))[0])
     for name, shape in SHAPES.items():
         linear.lora = LowRank(shape, site)
         x = hidden * 2
-        found = saved_by(lambda x=x: first_in_parts(linear, x, (64,))[0])
+        found = saved_by(lambda x=x: first_in_chunks(linear, x, (64,))[0])
         low = 64 * len(shape.scales) * shape.r * 4
         scales = [len(shape.scales) * shape.r * 4] if len(set(shape.scales)) > 1 else []
         assert sorted(found.values()) == sorted([x.nbytes, low, *scales]), name
@@ -270,7 +272,7 @@ def test_beside_a_frozen_layer_only_the_input_and_low_rank_products_are_saved() 
         def recomputed() -> Tensor:
             x: Tensor = recompute(lambda x: x * 2, hidden)
             with not_saving(x):
-                return first_in_parts(linear, x, (64,))[0]
+                return first_in_chunks(linear, x, (64,))[0]
 
         assert sorted(saved_by(recomputed).values()) == sorted([hidden.nbytes, low, *scales]), name
 

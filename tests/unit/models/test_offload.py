@@ -352,7 +352,7 @@ def test_computation_waits_for_the_copies_that_it_needs(
             device = self.device
             assert device is not None
             self.host = room.place(self.size)
-            self.parts = list(zip(self.host, self._parts(device), strict=True))
+            self.parts = list(zip(self.host, self._split(device), strict=True))
             out.asked.append(lambda: copy_all(self.parts))
 
         def leave(self) -> None:
@@ -360,7 +360,7 @@ def test_computation_waits_for_the_copies_that_it_needs(
             super().leave()
 
         def bring(self, device: Tensor) -> None:
-            parts, self.host = list(zip(self._parts(device), self.host, strict=True)), []
+            parts, self.host = list(zip(self._split(device), self.host, strict=True)), []
             back.asked.append(lambda: copy_all(parts))
             self.device = device.fill_(255)
 

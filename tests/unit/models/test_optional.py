@@ -23,8 +23,8 @@ from megatron_hetero.models.layers.packages import (
     FLASH_ATTN_3,
     PACKAGES,
     TRANSFORMER_ENGINE,
-    Found,
     OptionalPackage,
+    Status,
     find,
     package_facts,
     unusable,
@@ -57,18 +57,18 @@ GPU = Platform(torch.device("cuda", 0), "nccl")
 )
 def test_versions(package: OptionalPackage, usable: list[str], not_usable: list[str]) -> None:
     for version in usable:
-        assert unusable(package, Found(version)) == ""
+        assert unusable(package, Status(version)) == ""
     for version in not_usable:
-        assert unusable(package, Found(version)).startswith(f"{version} is installed, and ")
+        assert unusable(package, Status(version)).startswith(f"{version} is installed, and ")
 
 
 def test_what_is_installed_is_said_in_one_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    founds = dict.fromkeys(PACKAGES, Found(None))
+    founds = dict.fromkeys(PACKAGES, Status(None))
     monkeypatch.setattr(backend, "find", lambda package: founds[package])
     assert backend_notices("auto", GPU) == []
-    founds[CAUSAL_CONV1D] = Found("1.7.0")
-    founds[FLASH_ATTN] = Found("2.8.3", "ImportError: undefined symbol: _ZN3c10")
-    founds[TRANSFORMER_ENGINE] = Found("2.8.0")
+    founds[CAUSAL_CONV1D] = Status("1.7.0")
+    founds[FLASH_ATTN] = Status("2.8.3", "ImportError: undefined symbol: _ZN3c10")
+    founds[TRANSFORMER_ENGINE] = Status("2.8.0")
     of_flash_attn, of_te = (
         "flash_attn 2.8.3 is installed, but cannot be imported (ImportError: undefined symbol: _ZN3c10): "
         "PyTorch is used instead.",
@@ -78,16 +78,21 @@ def test_what_is_installed_is_said_in_one_line_each(monkeypatch: pytest.MonkeyPa
     of_conv1d = "causal_conv1d 1.7.0 is used for short convolutions in half precision."
     assert backend_notices("auto", GPU) == [of_flash_attn, of_te, of_conv1d]
     assert backend_notices("torch", GPU) == [of_flash_attn, of_conv1d]
-    founds[FLA] = Found("0.6.0", lacks="triton>=3.7.1 (found 3.6.0)")
+    founds[FLA] = Status("0.6.0", lacks="triton>=3.7.1 (found 3.6.0)")
     of_fla = "fla 0.6.0 is installed, but needs triton>=3.7.1 (found 3.6.0): PyTorch is used instead."
     assert backend_notices("torch", GPU) == [of_flash_attn, of_fla, of_conv1d]
 
 
 def test_plain_pytorch_is_chosen_where_transformer_engine_cannot_be() -> None:
-    for found in (Found(None), Found("2.8.0"), Found("2.21.0"), Found("2.9.0", "ImportError: libcudnn.so")):
+    for found in (
+        Status(None),
+        Status("2.8.0"),
+        Status("2.21.0"),
+        Status("2.9.0", "ImportError: libcudnn.so"),
+    ):
         assert choose_backend("auto", GPU, found) is TORCH
-    assert choose_backend("auto", Platform(CPU, "gloo"), Found("2.9.0")) is TORCH
-    assert choose_backend("torch", GPU, Found("2.9.0")) is TORCH
+    assert choose_backend("auto", Platform(CPU, "gloo"), Status("2.9.0")) is TORCH
+    assert choose_backend("torch", GPU, Status("2.9.0")) is TORCH
 
 
 @pytest.mark.parametrize(
@@ -95,20 +100,28 @@ def test_plain_pytorch_is_chosen_where_transformer_engine_cannot_be() -> None:
     [
         (
             GPU,
-            Found(None),
+            Status(None),
             "found te, but transformer_engine is not installed, expected Transformer Engine>=2.9,<2.21 on",
         ),
-        (GPU, Found("1.13.0"), "found te, but transformer_engine 1.13.0 is installed, and 2.9 or newer, below 2.21 is"),
-        (GPU, Found("2.9.0", "ImportError: x"), "found te, but transformer_engine 2.9.0 is installed, but cannot be"),
+        (
+            GPU,
+            Status("1.13.0"),
+            "found te, but transformer_engine 1.13.0 is installed, and 2.9 or newer, below 2.21 is",
+        ),
+        (
+            GPU,
+            Status("2.9.0", "ImportError: x"),
+            "found te, but transformer_engine 2.9.0 is installed, but cannot be",
+        ),
         (
             Platform(CPU, "gloo"),
-            Found("2.9.0"),
+            Status("2.9.0"),
             "found te, but transformer_engine does not run on the device cpu, expected Transformer Engine>=2.9,<2.21",
         ),
     ],
     ids=["absent", "too old", "broken", "cpu"],
 )
-def test_asking_for_what_cannot_be_had_is_refused(platform: Platform, found: Found, said: str) -> None:
+def test_asking_for_what_cannot_be_had_is_refused(platform: Platform, found: Status, said: str) -> None:
     with pytest.raises(UserError, match=re.escape(f"model.backend: {said}")) as error:
         choose_backend("te", platform, found)
     assert "--model.backend torch" in str(error.value)
@@ -131,9 +144,9 @@ def test_a_package_is_found_with_its_version_or_its_error(tmp_path: Path, monkey
         find(OptionalPackage(f"{name}[extra]", name, ">=2,<3", (f"{name}:kernel",), "tests"))
         for name in (*sources, "absent_package")
     )
-    assert whole == Found("2.8.3") and absent == Found(None)
+    assert whole == Status("2.8.3") and absent == Status(None)
     assert other.version == "4.0.0" and "kernel" in other.error
-    assert broken == Found("2.8.3", "ImportError: undefined symbol")
+    assert broken == Status("2.8.3", "ImportError: undefined symbol")
     for name in ("whole_package", "other_package"):
         del sys.modules[name]
 
@@ -146,8 +159,8 @@ def test_what_a_package_needs_of_another_is_looked_for(tmp_path: Path, monkeypat
     (tmp_path / "needed.py").write_text('__version__ = "3.6.0+git1"\n')
     monkeypatch.syspath_prepend(tmp_path)
     place = ("needing", "needing", ">=1,<2", ("needing:kernel",), "tests")
-    assert find(OptionalPackage(*place, ("needed>=3.6",))) == Found("1.0")
-    assert find(OptionalPackage(*place, ("needed>=3.7.1",))) == Found("1.0", lacks="needed>=3.7.1 (found 3.6.0+git1)")
+    assert find(OptionalPackage(*place, ("needed>=3.6",))) == Status("1.0")
+    assert find(OptionalPackage(*place, ("needed>=3.7.1",))) == Status("1.0", lacks="needed>=3.7.1 (found 3.6.0+git1)")
     assert find(OptionalPackage(*place, ("not_there>=1",))).error == "ModuleNotFoundError: No module named 'not_there'"
     for name in ("needing", "needed"):
         del sys.modules[name]
@@ -158,25 +171,25 @@ def test_ranks_with_unlike_packages_do_not_train(monkeypatch: pytest.MonkeyPatch
     """As each chooses its kernels by itself."""
     rank = dist.get_rank()
 
-    def compare(*of_ranks: Found) -> None:
-        monkeypatch.setattr(packages, "find", lambda package: of_ranks[rank] if package is FLA else Found(None))
+    def compare(*of_ranks: Status) -> None:
+        monkeypatch.setattr(packages, "find", lambda package: of_ranks[rank] if package is FLA else Status(None))
         require_same(dist.group.WORLD, "ranks of one run", package_facts(GPU), "start them alike")
 
-    compare(Found("0.6.0"), Found("0.6.0"))
+    compare(Status("0.6.0"), Status("0.6.0"))
     told = "ranks of one run: package fla-core: found 0.6.0 is used on rank 0 and "
     with pytest.raises(SharedError, match=re.escape(f"{told}is not installed on rank 1")):
-        compare(Found("0.6.0"), Found(None))
+        compare(Status("0.6.0"), Status(None))
     with pytest.raises(SharedError, match=re.escape(f"{told}0.6.1 is used on rank 1")):
-        compare(Found("0.6.0"), Found("0.6.1"))
+        compare(Status("0.6.0"), Status("0.6.1"))
     with pytest.raises(SharedError, match=re.escape(f"{told}0.6.0 is installed, but cannot be imported (OSError)")):
-        compare(Found("0.6.0"), Found("0.6.0", "OSError"))
+        compare(Status("0.6.0"), Status("0.6.0", "OSError"))
     assert package_facts(Platform(CPU, "gloo")) == {}
 
 
 def test_a_run_compares_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     config: Any = None
     monkeypatch.setattr(inputs, "flat_settings", lambda _: {})
-    monkeypatch.setattr(packages, "find", lambda _: Found("0.6.0"))
+    monkeypatch.setattr(packages, "find", lambda _: Status("0.6.0"))
     facts = inputs._settings_and_versions(config, GPU)
     assert facts["package fla-core"] == "0.6.0 is used"
     assert facts["package causal-conv1d"] == "0.6.0 is installed, and 1.6 or newer, below 1.8 is known to work"

@@ -18,11 +18,11 @@ from megatron_hetero.models.layers.mlp import MLPModule
 from megatron_hetero.models.layers.overlapped import (
     Ahead,
     Overlapping,
-    first_in_parts,
+    chunk_sizes,
+    first_in_chunks,
     gather_ahead,
     overlap_exchanges,
-    parts_of,
-    second_in_parts,
+    second_in_chunks,
 )
 from megatron_hetero.models.layers.rotary import Order
 from tests.support.folders import ModelChoice, write_model
@@ -66,9 +66,9 @@ def test_two_layers_in_parts(biased: bool, gathered_ahead: bool, hidden: int) ->
     total: Any = mine[3]
     total.main_grad, total.grad_added_to_main_grad = torch.ones_like(total), False
     ahead = Ahead(PARTS, group) if gathered_ahead else None
-    wide = first_in_parts(column, mine[0], PARTS, ahead)[0].relu()
+    wide = first_in_chunks(column, mine[0], PARTS, ahead)[0].relu()
     wide = wide if ahead is None else gather_ahead(wide, mine[0], ahead)
-    out, left = second_in_parts(row, wide, PARTS)
+    out, left = second_in_chunks(row, wide, PARTS)
     out.backward(own(cotangent))
     assert left is None and total.grad_added_to_main_grad
     total.grad = total.main_grad - 1
@@ -86,14 +86,14 @@ def test_tokens_are_found_in_parts_and_put_back(parts: list[int], ranks: int, pa
     by_rank = [own.split(parts) for own in sequence.view(ranks, sum(parts))]
     rows = torch.cat([own[part] for part in range(len(parts)) for own in by_rank])
     tokens = max(0, len(sequence) - padding)
-    order = Order.of_parts(tuple(parts), ranks, tokens, torch.device("cpu"))
+    order = Order.of_chunks(tuple(parts), ranks, tokens, torch.device("cpu"))
     assert torch.equal(order.chosen(rows), sequence[:tokens])
     assert torch.equal(order.placed(sequence[:tokens]), rows.where(rows <= tokens, 0))
     assert torch.equal(order.tokens, rows - 1)
 
 
 def test_orders_go_backward_as_their_adjoints() -> None:
-    order, x, back = Order.of_parts((1, 2), 2, 5, torch.device("cpu")), shared(6, 2, seed=0), shared(5, 2, seed=1)
+    order, x, back = Order.of_chunks((1, 2), 2, 5, torch.device("cpu")), shared(6, 2, seed=0), shared(5, 2, seed=1)
     rows, tokens = x.clone().requires_grad_(), back.clone().requires_grad_()
     order.chosen(rows).backward(back)
     order.placed(tokens).backward(x)
@@ -101,15 +101,15 @@ def test_orders_go_backward_as_their_adjoints() -> None:
 
 
 def test_parts_are_even_and_no_more_than_tokens() -> None:
-    mlp: Any = SimpleNamespace(exchanged_in_parts=4)
-    assert [parts_of(mlp, tokens) for tokens in (10, 3, 1, 0)] == [(3, 3, 2, 2), (1, 1, 1), (1,), (0,)]
-    assert parts_of(Overlapping(), 10) == (10,)
+    mlp: Any = SimpleNamespace(exchange_chunks=4)
+    assert [chunk_sizes(mlp, tokens) for tokens in (10, 3, 1, 0)] == [(3, 3, 2, 2), (1, 1, 1), (1,), (0,)]
+    assert chunk_sizes(Overlapping(), 10) == (10,)
 
 
 @given(st.integers(1, 9), st.integers(0, 40000))
 def test_long_parts_are_whole_tiles_and_about_as_long(parts: int, tokens: int) -> None:
-    mlp: Any = SimpleNamespace(exchanged_in_parts=parts)
-    *long, last = found = parts_of(mlp, tokens)
+    mlp: Any = SimpleNamespace(exchange_chunks=parts)
+    *long, last = found = chunk_sizes(mlp, tokens)
     assert sum(found) == tokens and len(found) == max(1, min(parts, tokens)) and (tokens == 0 or min(found) > 0)
     assert tokens < 64 * parts**2 or all(each % 64 == 0 and abs(each - tokens / parts) <= 32 for each in long)
     assert max(found) < 2 * max(1, last), "no part is waited for twice as long as another"

@@ -148,7 +148,7 @@ def test_a_language_model_alone_takes_an_encoder(folders: Path, tmp_path: Path) 
     assert joined.text_alone and not joined.fresh_projector
     shapes = ModelShapes.of(joined)
     own: Any = shapes_of_folder(folders / "own").text
-    assert shapes.text == replace(own, max_positions=32768, rope_theta=1e4)
+    assert shapes.text == replace(own, rope_theta=1e4)
     opened = open_modules(joined, shapes, 0)
     assert opened["text"].shapes.keys() >= set(folder_shapes(shapes)) - set(opened["vision"].shapes)
     config = Qwen3VLConfig(**joined.config.to_dict())
@@ -241,7 +241,7 @@ PUBLISHED = {
 def test_parameters_of_published_sizes(size: str) -> None:
     (depth, width, ffn, out, deepstack), (layers, hidden, heads, text_ffn, tied), expected = PUBLISHED[size]
     vision = VisionShape(depth, width, 16, ffn, 3, 16, 2, 2, out, 1e4, table_side=48, deepstack=deepstack)
-    text = TextShape(layers, hidden, heads, 8, 128, text_ffn, 151936, tied, 5e6, (24, 20, 20), 1e-6, 262144)
+    text = TextShape(layers, hidden, heads, 8, 128, text_ffn, 151936, tied, 5e6, (24, 20, 20), 1e-6)
     shapes = ModelShapes({"vision": vision}, text)
     with torch.device("meta"):
         model = Qwen3VLForConditionalGeneration(_config(vision, text))

@@ -75,7 +75,7 @@ def test_an_image_is_cut_between_any_units() -> None:
 
 
 def test_outputs_and_their_places() -> None:
-    text = TextShape(2, 64, 4, 2, 24, 74, 300, True, 1e4, (6, 3, 3), 1e-6, 64)
+    text = TextShape(2, 64, 4, 2, 24, 74, 300, True, 1e4, (6, 3, 3), 1e-6)
     assert list(SHAPE.outputs.items()) == [(ROWS, 3), ("deepstack.0", 0), ("deepstack.1", 2)]
     entered = {ROWS: 0, "deepstack.0": 0, "deepstack.1": 1, "deepstack.2": None}
     assert {name: text.entry_layer(name) for name in entered} == entered
@@ -85,7 +85,7 @@ def test_outputs_and_their_places() -> None:
 @pytest.mark.parametrize("head_dim, sections", [(128, [24, 20, 20]), (24, [6, 3, 3]), (24, [2, 5, 5]), (16, [8, 0, 0])])
 def test_rotary_table_is_that_of_transformers(head_dim: int, sections: list[int]) -> None:
     assert QWEN3_VL.rope_settings(128)["mrope_section"] == [24, 20, 20]
-    text = TextShape(1, 64, 4, 2, head_dim, 74, 300, True, 5e6, tuple(sections), 1e-6, 64)
+    text = TextShape(1, 64, 4, 2, head_dim, 74, 300, True, 5e6, tuple(sections), 1e-6)
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": sections}
     config: Any = Qwen3VLConfig(text_config={"head_dim": head_dim, "rope_parameters": rope}).text_config
     positions = torch.randint(0, 500, (3, 17))

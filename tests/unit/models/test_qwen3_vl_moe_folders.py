@@ -33,7 +33,7 @@ from megatron_hetero.models.weights import (
     model_writer,
     open_modules,
     stored_shapes,
-    tensors_of_parts,
+    tensors_by_subset,
 )
 from tests.support.folders import (
     CORPUS,
@@ -339,7 +339,7 @@ def test_every_second_layer_may_have_experts(tmp_path: Path) -> None:
 
 def test_frozen_experts(folders: Path) -> None:
     shapes = shapes_of_folder(folders / "fused")
-    experts = {name for name in tensors_of_parts(shapes)["text"] if ".experts." in name}
+    experts = {name for name in tensors_by_subset(shapes)["text"] if ".experts." in name}
     assert len(experts) == 2 * 6 * 3
     for pattern in ("model.layers.*.mlp.experts.*", "model.language_model.layers.*.mlp.experts.*"):
         assert Frozen.of(shapes, [pattern]).tensors == experts
@@ -371,7 +371,7 @@ def test_parameters_of_published_sizes(size: str, folders: Path) -> None:
         vision, layers=depth, hidden=width, heads=16, ffn=ffn, out_hidden=out, table_side=48, deepstack=(8, 16, 24)
     )
     text = TextShape(
-        layers, hidden, heads, 4, 128, dense, 151936, False, 5e6, (24, 20, 20), 1e-6, 262144,
+        layers, hidden, heads, 4, 128, dense, 151936, False, 5e6, (24, 20, 20), 1e-6,
         128, 8, expert_ffn, (True,) * layers,
     )  # fmt: skip
     assert parameter_count(ModelShapes({"vision": vision}, text)) == expected

@@ -56,7 +56,7 @@ def test_what_cannot_run_is_refused_before_any_group_is_made(flags: str, message
 
 
 @pytest.mark.parametrize("choice, message", [
-    (ModelChoice(heads=2), "out_hidden_size = 24, expected 48"),
+    (ModelChoice(heads=2), "rows of 24 elements, expected 48"),
     (None, "modules.detail.hf_path: found no"),
 ])  # fmt: skip
 def test_encoders_that_do_not_fit(

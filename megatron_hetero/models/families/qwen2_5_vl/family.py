@@ -1,4 +1,4 @@
-"""Qwen2.5-VL, and which of its configurations are supported."""
+"""Qwen2.5-VL, and its supported configurations."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from megatron_hetero.models.families.qwen2_5_vl.shapes import TextShape, VisionShape
 
 DEFAULT_SECTIONS = (16, 24, 24)
-"""Rotary frequencies for time, height and width if a configuration has no `mrope_section`."""
+"""Default of `mrope_section`: rotary frequencies for time, height and width."""
 
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""Of CLIP's pictures (Radford et al. 2021, arXiv 2103.00020)."""
+"""Mean and standard deviation of CLIP's pictures (Radford et al. 2021, arXiv 2103.00020)."""
 _VIDEOS = ProcessorDefaults(fps=None, low=128 * 28**2, high=768 * 28**2, cap=128_000, mean=_MEAN, std=_STD)
 
 
@@ -49,7 +49,7 @@ class Qwen25VL(PictureFamily):
         ))  # fmt: skip
 
     def rope_settings(self, head_dim: int) -> dict[str, Any]:
-        # As in published models (16, 24 and 24 of 64), time gets what height and width leave.
+        # As in published models (16, 24 and 24 of 64), time gets the frequencies that height and width leave.
         frequencies = head_dim // 2
         space = 3 * frequencies // 8
         return {"mrope_section": [frequencies - 2 * space, space, space]}

@@ -20,7 +20,7 @@ from megatron_hetero.models.layers.norms import Norm
 
 @dataclass(frozen=True)
 class VisionShape(ImageEncoderShape):
-    """Vision encoder with its merger (`projector`)."""
+    """Vision encoder with a merger, its projector."""
 
     family = "qwen2_5_vl"
 
@@ -34,17 +34,17 @@ class VisionShape(ImageEncoderShape):
         return 2
 
     def order(self, size: ImageSize) -> ItemOrder:
-        """Return the image in window order."""
+        """Return the order of an image's patches, window by window."""
         return picture_order(size, self.merge, self.window)
 
     @property
     def window_patches(self) -> int:
-        """Patches of a whole window."""
+        """Number of patches of a whole window."""
         return self.window**2 * self.unit
 
     @property
     def architecture(self) -> Architecture:
-        """Layers with window attention, and some with full attention, between patch embedding and merger."""
+        """Patch embedding, layers with window or full attention, and merger."""
         return _encoder(self)
 
 
@@ -71,12 +71,12 @@ def _encoder(v: VisionShape) -> Architecture:
 
 @dataclass(frozen=True)
 class TextShape(LanguageModelShape):
-    """Language model with biased queries, keys and values."""
+    """Language model with biases of queries, keys and values."""
 
     family = "qwen2_5_vl"
     qkv_bias, head_norms = True, False
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """One section each for time, height and width."""
+        """Consecutive frequencies for time, height and width."""
         return tuple(dim for dim, count in enumerate(self.mrope_section) for _ in range(count))

@@ -1,4 +1,4 @@
-"""Qwen3.5, and which of its configurations are supported. Models of Qwen3.6 and Qwen3.8 are of the same type."""
+"""Qwen3.5, and its supported configurations. Qwen3.6 and Qwen3.8 have the same model type."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from megatron_hetero.models.families.qwen3_5.shapes import TextShape
 
 DEFAULT_SECTIONS = (11, 11, 10)
-"""Rotary frequencies for time, height and width if a configuration has no `mrope_section`."""
+"""Default of `mrope_section`: rotary frequencies for time, height and width."""
 ROTATED = 0.25
-"""The part of a head that is rotated."""
+"""Fraction of a head that is rotated."""
 DELTA, FULL = "linear_attention", "full_attention"
-"""Kinds of layers in configurations: gated delta nets, and softmax attention."""
+"""Kinds of layers in configurations: gated delta net and softmax attention."""
 
 _PUBLISHED = "use a model that was trained that way, such as the published ones"
 
@@ -51,15 +51,15 @@ class Qwen3_5(Qwen3VL):
 
     def check_values(self, path: Path, values: dict[str, Json]) -> None:
         super().check_values(path, values)
-        # transformers divides by it, and drops the key.
-        for at, own in (("", values), ("text_config.", values.get("text_config"))):
-            every = own.get("full_attention_interval") if isinstance(own, dict) else None
+        # transformers divides by this value and drops the key.
+        for at, section in (("", values), ("text_config.", values.get("text_config"))):
+            every = section.get("full_attention_interval") if isinstance(section, dict) else None
             if every is not None and not (isinstance(every, int) and every > 0):
                 raise UserError.at(
                     f"{path}: {at}full_attention_interval",
                     found=shown(every),
                     expected="a whole number above 0",
-                    because="every so many layers one has softmax attention",
+                    because="one layer in each interval has softmax attention",
                     fix=RESTORE,
                 )
 
@@ -80,8 +80,8 @@ class Qwen3_5(Qwen3VL):
         sections = [(frequencies + 2 - turn) // 3 for turn in range(3)]
         return {"mrope_section": sections, "mrope_interleaved": True, "partial_rotary_factor": ROTATED}
 
-    def encoder_settings(self, vision: Any) -> dict[str, Any]:
-        settings = super().encoder_settings(vision)
+    def encoder_settings(self, config: Any) -> dict[str, Any]:
+        settings = super().encoder_settings(config)
         del settings["deepstack_visual_indexes"]
         return settings
 
@@ -92,7 +92,7 @@ class Qwen3_5(Qwen3VL):
 
 
 def of_layers(text: Any) -> dict[str, Any]:
-    """Return the fields of a `TextShape` for its kinds of layers."""
+    """Return the fields of a `TextShape` that describe its kinds of layers."""
     return {
         "full": tuple(kind == FULL for kind in text.layer_types),
         "key_heads": text.linear_num_key_heads,

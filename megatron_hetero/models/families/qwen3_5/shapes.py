@@ -14,8 +14,8 @@ from megatron_hetero.models.layers.parts import FORWARD, AttentionPart, Tokens
 
 @dataclass(frozen=True)
 class TextShape(LanguageModelShape):
-    """Language model of gated delta nets, between which some layers, the `full` ones, have gated softmax attention.
-    Weights of norms are centred at zero.
+    """Language model whose layers have gated delta nets or, in `full` layers, gated softmax attention. Weights of norms
+    are centred at zero.
     """
 
     family = "qwen3_5"
@@ -24,25 +24,25 @@ class TextShape(LanguageModelShape):
     full: tuple[bool, ...]
     """Whether each layer has softmax attention."""
     key_heads: int
-    """Heads of queries and keys of a delta net; each serves as many value heads."""
+    """Key heads of a delta net, each with the same number of value heads."""
     value_heads: int
     key_dim: int
     value_dim: int
     taps: int
-    """Tokens that the convolution before a delta net sees."""
+    """Width of the convolution of a delta net in tokens."""
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """Time, height and width in turns, until the sections of height and width are used up."""
+        """Time, height and width in turns, until the sections of height and width are used up; then time."""
         section = self.mrope_section
         return tuple(i % 3 if i % 3 and i < 3 * section[i % 3] else 0 for i in range(sum(section)))
 
     def norm(self, number: int) -> Norm:
-        """The norms of the layer with that number; the final norm for the number of layers."""
+        """Return the norm before each part of layer `number`, or the final norm if it is the number of layers."""
         return replace(super().norm(number), offset=1)
 
     def attention(self, number: int) -> AttentionPart:
-        """The delta net or the softmax attention of the layer with that number."""
+        """Return the delta net or the softmax attention of layer `number`."""
         if not self.full[number]:
             heads, dims = (self.key_heads, self.value_heads), (self.key_dim, self.value_dim)
             return DeltaNet(self.hidden, *heads, *dims, self.taps, Norm(self.value_dim, self.norm_eps))
@@ -51,8 +51,8 @@ class TextShape(LanguageModelShape):
         return replace(attention, gated=True, head_norm=Norm(self.head_dim, self.norm_eps, offset=1))
 
     def layer_costs(self, tokens: int) -> Sequence[float] | None:
-        """Return the operations of each layer on a sequence of so many tokens: those of softmax attention alone grow
-        with the square. None if all are equal.
+        """Return the operations of each layer on a sequence of `tokens` tokens, which grow quadratically only for
+        softmax attention; None if all are equal.
         """
         costs = [layer.operations(Tokens([tokens])).of(FORWARD) for layer in self.architecture.layers]
         return costs if len(set(costs)) > 1 else None

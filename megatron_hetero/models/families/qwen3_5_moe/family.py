@@ -1,13 +1,12 @@
-"""Qwen3.5-MoE, Qwen3.5 with experts, and which of its configurations are supported."""
+"""Qwen3.5-MoE, which is Qwen3.5 with experts, and its supported configurations."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_hetero.models.families.common import positive, require
+from megatron_hetero.models.families.common import expert_fields, fused_expert, of_experts, require
 from megatron_hetero.models.families.qwen3_5.family import DEFAULT_SECTIONS, Qwen3_5, of_layers
-from megatron_hetero.models.families.qwen3_vl_moe.family import QWEN3_VL_MOE
 
 # Shapes import torch, which takes a second.
 if TYPE_CHECKING:
@@ -22,13 +21,8 @@ class Qwen3_5Moe(Qwen3_5):
 
     def check_text(self, folder: Path, config: Any) -> None:
         super().check_text(folder, config)
-        text = config.text_config
         widths = "moe_intermediate_size", "shared_expert_intermediate_size"
-        require(folder, self.title, (
-            *positive("text_config", text, "num_experts", "num_experts_per_tok", *widths),
-            ("text_config.num_experts_per_tok beyond num_experts",
-             max(0, text.num_experts_per_tok - text.num_experts), 0),
-        ))  # fmt: skip
+        require(folder, self.title, of_experts(config.text_config, *widths))
 
     def text_shape(self, config: Any) -> TextShape:
         from megatron_hetero.models.families.qwen3_5_moe.shapes import TextShape
@@ -39,14 +33,12 @@ class Qwen3_5Moe(Qwen3_5):
             text.head_dim,
             DEFAULT_SECTIONS,
             **of_layers(text),
-            experts=text.num_experts,
-            experts_per_token=text.num_experts_per_tok,
-            expert_ffn=text.moe_intermediate_size,
+            **expert_fields(text),
             shared_ffn=text.shared_expert_intermediate_size,
         )
 
     def fused_name(self, name: str, /) -> tuple[str, int] | None:
-        return QWEN3_VL_MOE.fused_name(name)
+        return fused_expert(name)
 
 
 QWEN3_5_MOE = Qwen3_5Moe()

@@ -1,4 +1,4 @@
-"""Qwen3-VL, and which of its configurations are supported."""
+"""Qwen3-VL, and its supported configurations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron_hetero.models.language import LanguageModelShape
 
 DEFAULT_SECTIONS = (24, 20, 20)
-"""Rotary frequencies for time, height and width if a configuration has no `mrope_section`."""
+"""Default of `mrope_section`: rotary frequencies for time, height and width."""
 
 _HALF = (0.5, 0.5, 0.5)
 _VIDEOS = ProcessorDefaults(fps=2.0, low=128 * 32**2, high=768 * 32**2, cap=768, mean=_HALF, std=_HALF)
@@ -71,14 +71,14 @@ class Qwen3VL(PictureFamily):
         ))  # fmt: skip
 
     def rope_settings(self, head_dim: int) -> dict[str, Any]:
-        # As in published models (24, 20 and 20 of 64), time gets what height and width leave.
+        # As in published models (24, 20 and 20 of 64), time gets the frequencies that height and width leave.
         frequencies = head_dim // 2
         space = 5 * frequencies // 16
         return {"mrope_section": [frequencies - 2 * space, space, space], "mrope_interleaved": True}
 
-    def encoder_settings(self, vision: Any) -> dict[str, Any]:
+    def encoder_settings(self, config: Any) -> dict[str, Any]:
         # Families without DeepStack lack the key.
-        return super().encoder_settings(vision) | {"deepstack_visual_indexes": list(_deepstack(vision.vision_config))}
+        return super().encoder_settings(config) | {"deepstack_visual_indexes": list(_deepstack(config.vision_config))}
 
     def encoder_shape(self, config: Any, encoder: str, /) -> VisionShape:
         from megatron_hetero.models.families.qwen3_vl.shapes import VisionShape
@@ -97,7 +97,7 @@ class Qwen3VL(PictureFamily):
 
 
 def _deepstack(vision: Any) -> tuple[int, ...]:
-    """Earlier layers with an output; families without such outputs lack the key."""
+    """Return the earlier layers that have an output. Families without such outputs lack the key."""
     return tuple(getattr(vision, "deepstack_visual_indexes", ()))
 
 

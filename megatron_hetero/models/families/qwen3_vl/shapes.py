@@ -1,4 +1,4 @@
-"""The shapes of the modules of Qwen3-VL, and its learned positions of patches."""
+"""The shapes of the modules of Qwen3-VL, and its learned position embedding."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from megatron_hetero.models.layers.parts import Part, Site
 
 @dataclass(frozen=True)
 class PositionTable(Part):
-    """Learned positions, an end of an encoder: a table of `side` x `side` places of `hidden` elements, stretched over
-    images of any size.
+    """Learned position embedding, an end of an encoder: a table of `side` x `side` places with `hidden` elements each,
+    which is interpolated for images of any size.
     """
 
     side: int
     hidden: int
 
     def tensors(self) -> TensorShapes:
-        """The table as `weight`."""
+        """Return the table."""
         return {"weight": (self.side**2, self.hidden)}
 
     def slices(self, stored: str, share: Share) -> WeightMap:
-        """The whole table on every rank."""
+        """Return the whole table on every rank."""
         return {"weight": whole(f"{stored}weight", self.side**2)}
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
-        """Build the torch module. With split activations each rank embeds its own patches."""
+        """Build the torch module. If activations are split, each rank embeds its local patches."""
         return site.mark(_PositionTable(self, site))
 
 
@@ -56,16 +56,14 @@ class _PositionTable(torch.nn.Module):
         )
 
     def forward(self, positions_4n: Tensor) -> Tensor:
-        """Return what is added to embeddings of patches, fp32 [n, hidden]. `positions_4n`: see
-        `VisionShape.positions`.
-        """
+        """Return the position embedding of patches, fp32 [n, hidden]. `positions_4n`: see `VisionShape.positions`."""
         places, weights = taps(positions_4n, self.side)
         return F.embedding_bag(places, self.weight.float(), per_sample_weights=weights, mode="sum")
 
 
 def taps(positions_4n: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """Return the four places of the table around each patch, int64 [n, 4], and their bilinear weights, fp32 [n, 4].
-    The corners of the image are on the corners of the table.
+    """Return the four places of the table around each patch, int64 [n, 4], and their bilinear weights, fp32 [n, 4]. The
+    corners of the image coincide with the corners of the table.
     """
     positions, sizes = positions_4n.chunk(2)
     on_table = positions * (side - 1) / (sizes - 1).clamp(min=1)
@@ -78,37 +76,37 @@ def taps(positions_4n: Tensor, side: int) -> tuple[Tensor, Tensor]:
 
 
 DEEPSTACK = "deepstack."
-"""Prefix of outputs of earlier layers, before their number (Meng et al. 2024, arXiv 2406.04334)."""
+"""Prefix of the names of outputs after inner layers, before a number (Meng et al. 2024, arXiv 2406.04334)."""
 
 
 @dataclass(frozen=True)
 class VisionShape(ImageEncoderShape):
-    """Vision encoder with its mergers (`projector`)."""
+    """Vision encoder with several mergers, its projector."""
 
     family = "qwen3_vl"
 
     table_side: int
-    """Places per side of the learned table of positions."""
+    """Places per side of the table of position embeddings."""
     deepstack: tuple[int, ...]
-    """Earlier layers whose outputs are merged too, in order."""
+    """Inner layers after which there is an output, in order."""
 
     @property
     def position_dims(self) -> int:
-        """Coordinates of a patch: row and column, and how many there are of each in the image."""
+        """Coordinates of a patch: row, column, and the number of rows and columns of the image."""
         return 4
 
     def order(self, size: ImageSize) -> ItemOrder:
-        """Return the image in raster order."""
+        """Return the order of an image's patches, in raster order."""
         return picture_order(size, self.merge, window=1)
 
     def positions(self, size: ImageSize, units: np.ndarray) -> np.ndarray:
-        """Return row and column of each patch, and the image's rows and columns of patches, int64 [4, patches]."""
+        """Return the row and column of each patch, and the image's numbers of rows and columns: int64 [4, patches]."""
         places = super().positions(size, units)
         return np.concatenate([places, np.broadcast_to([[size[1]], [size[2]]], places.shape)])
 
     @property
     def architecture(self) -> Architecture:
-        """Layers of one kind, patch embedding and learned positions before them, and mergers of several layers."""
+        """Patch and position embedding, layers of one kind, and mergers after several of them."""
         return _encoder(self)
 
 
@@ -158,12 +156,12 @@ class TextShape(LanguageModelShape):
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """Time, height and width in turns, until the sections of height and width are used up."""
+        """Time, height and width in turns, until the sections of height and width are used up; then time."""
         return tuple(i % 3 if i % 3 and i < 3 * self.mrope_section[i % 3] else 0 for i in range(self.head_dim // 2))
 
     def entry_layer(self, output: str) -> int | None:
-        """0 for `ROWS`. Rows of the encoder's earlier layers are added after as many layers of this model, the first
-        after the first.
+        """Return 0 for `ROWS`. Rows of the encoder's inner outputs are added after the first layers of this model, one
+        output per layer.
         """
         if output == ROWS:
             return 0

@@ -1,22 +1,19 @@
-"""Qwen3-VL-MoE, Qwen3-VL with experts, and which of its configurations are supported."""
+"""Qwen3-VL-MoE, which is Qwen3-VL with experts, and its supported configurations."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.files import RESTORE, Json, Only, shown
-from megatron_hetero.models.families.common import positive, require
+from megatron_hetero.models.families.common import expert_fields, fused_expert, of_experts, positive, require
 from megatron_hetero.models.families.qwen3_vl.family import DEFAULT_SECTIONS, Qwen3VL
 
 # Shapes import torch, which takes a second.
 if TYPE_CHECKING:
     from megatron_hetero.models.families.qwen3_vl_moe.shapes import TextShape
-
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 class Qwen3VLMoe(Qwen3VL):
@@ -35,8 +32,10 @@ class Qwen3VLMoe(Qwen3VL):
 
     def check_values(self, path: Path, values: dict[str, Json]) -> None:
         super().check_values(path, values)
-        for at, own in (("", values), ("text_config.", values.get("text_config"))):
-            numbers = [own.get(key) for key in ("num_experts", "num_local_experts")] if isinstance(own, dict) else []
+        for at, section in (("", values), ("text_config.", values.get("text_config"))):
+            if not isinstance(section, dict):
+                continue
+            numbers = [section.get(key) for key in ("num_experts", "num_local_experts")]
             if None not in numbers and len(set(map(shown, numbers))) > 1:
                 raise UserError.at(
                     f"{path}: {at}num_experts",
@@ -50,13 +49,11 @@ class Qwen3VLMoe(Qwen3VL):
         super().check_text(folder, config)
         text = config.text_config
         require(folder, self.title, (
-            *positive("text_config", text, "num_experts", "moe_intermediate_size", "num_experts_per_tok"),
+            *of_experts(text, "moe_intermediate_size"),
             *positive("text_config", text, "decoder_sparse_step"),
-            ("text_config.num_experts_per_tok beyond num_experts",
-             max(0, text.num_experts_per_tok - text.num_experts), 0),
             ("text_config.mlp_only_layers that the model does not have",
              [x for x in text.mlp_only_layers if not 0 <= x < text.num_hidden_layers], []),
-            # A language model alone without the key does not normalise.
+            # In a language model alone, a missing key means that weights are not normalised.
             ("text_config.norm_topk_prob", getattr(text, "norm_topk_prob", True), True),
         ))  # fmt: skip
         if not any(_sparse(text)):
@@ -72,21 +69,10 @@ class Qwen3VLMoe(Qwen3VL):
         from megatron_hetero.models.families.qwen3_vl_moe.shapes import TextShape
 
         text = config.text_config
-        return TextShape.of(
-            config,
-            text.head_dim,
-            DEFAULT_SECTIONS,
-            experts=text.num_experts,
-            experts_per_token=text.num_experts_per_tok,
-            expert_ffn=text.moe_intermediate_size,
-            sparse=_sparse(text),
-        )
+        return TextShape.of(config, text.head_dim, DEFAULT_SECTIONS, **expert_fields(text), sparse=_sparse(text))
 
     def fused_name(self, name: str, /) -> tuple[str, int] | None:
-        if (found := _EXPERT.fullmatch(name)) is None:
-            return None
-        experts, number, kind = found.groups()
-        return f"{experts}.{'down' if kind == 'down' else 'gate_up'}_proj", int(number)
+        return fused_expert(name)
 
 
 def _sparse(text: Any) -> tuple[bool, ...]:

@@ -1,6 +1,7 @@
-"""Checkpoints of a run with adapters. They hold what trains, and what a PEFT folder has put in place of weights of the
-model. All other weights, the base, are read from the model's folders at every start, and have to be those that the
-adapters were trained beside.
+"""Adapters in the record of a run, and the checks of a resume.
+
+Checkpoints of a run with adapters contain the tensors that train and those that a PEFT folder has replaced. All other
+weights, the base, are read from the model's folders at every start. Fingerprints ensure that they are unchanged.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _ALLOW = "allow it with --checkpoint.allow_changes modules"
 
 @dataclass(frozen=True)
 class ModuleAdapters:
-    """The adapters of a module in the record of a run: none if the folder that it started from had only `replaced`,
-    tensors of the module with other values.
+    """The adapters of a module in the record of a run. `replaced`: tensors of the module that a PEFT folder has
+    replaced; such a folder may have no adapters of the module.
     """
 
     adapters: tuple[Adapter, ...]
@@ -57,19 +58,20 @@ def _recorded(lora: Lora) -> ModuleAdapters:
 
 
 def replaced(adapters: Adapters, shapes: ModelShapes) -> frozenset[str]:
-    """Return the stored tensors of a model that these adapters replace."""
-    return frozenset(prefix_of(name, shapes) + each for name, own in adapters.items() for each in own.replaced)
+    """Return the stored tensors of a model that the PEFT folders of these adapters replace."""
+    return frozenset(prefix_of(name, shapes) + each for name, module in adapters.items() for each in module.replaced)
 
 
 def held(adapters: Adapters, shapes: ModelShapes, frozen: Collection[str]) -> TensorShapes:
-    """Return the stored tensors of a model of which its checkpoints hold weights, given those that do not train."""
+    """Return the stored tensors of a model that its checkpoints contain. `frozen`: tensors that do not train."""
     stored = stored_shapes(shapes)
-    beside = replaced(adapters, shapes) if adapters else stored
-    return {name: shape for name, shape in stored.items() if name not in frozen or name in beside}
+    # Without adapters a checkpoint has the whole model.
+    always = replaced(adapters, shapes) if adapters else stored
+    return {name: shape for name, shape in stored.items() if name not in frozen or name in always}
 
 
 def with_recorded(shapes: ModelShapes, adapters: Adapters) -> ModelShapes:
-    """Return the shapes of a model with these adapters and no others. Raises `UserError` if it lacks such layers."""
+    """Return the shapes of a model with exactly these adapters. Raises `UserError` if it lacks a layer."""
     if adapters_of(shapes) == adapters:
         return shapes
     if unknown := adapters.keys() - {*shapes.modules}:
@@ -95,7 +97,7 @@ def _refuse_unknown(names: Collection[str]) -> NoReturn:
 
 
 def fingerprints(folders: Mapping[str, Path]) -> dict[str, str]:
-    """Return the fingerprints of the weights in folders by setting. Raises `UserError`."""
+    """Return the fingerprint of the weights in each folder, by setting. Raises `UserError`."""
     return {setting: fingerprint(weight_files(folder, [folder])) for setting, folder in folders.items()}
 
 
@@ -103,7 +105,7 @@ def require_same_adapters(
     old: Adapters, new: Adapters, folders: Collection[str], allowed: Collection[str], checkpoint: Path
 ) -> None:
     """Check that a run with `new` adapters may resume from a checkpoint with `old` ones. `folders`: settings of the
-    run's model folders. Raises `UserError` with what to do.
+    run's model folders; `allowed`: sections in which changes are allowed. Raises `UserError`.
     """
     for module in sorted(old.keys() | new.keys()):
         setting, before, now = f"modules.{module}.lora", old.get(module), new.get(module)
@@ -140,7 +142,7 @@ def _scales(adapters: ModuleAdapters) -> Mapping[str, str]:
 
 
 def _first_difference(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[tuple[str, str], str]:
-    """Return what is new and old at the first layer that differs, and a note on others; equal texts if none does."""
+    """Return the new and old text of the first layer that differs, and a note on others; equal texts if none does."""
     differing = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     if not differing:
         return ("", ""), ""
@@ -150,7 +152,7 @@ def _first_difference(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[t
 
 
 def _started_from(folders: Collection[str]) -> str:
-    """Return how to start a run from a whole model that was exported to DIR."""
+    """Return the flags of a run that starts from a whole model exported to DIR."""
     further = [setting for setting in folders if setting.startswith("modules.")]
     flags = ["--model.hf_path DIR", *(f"{flag_of(each)} DIR/{ENCODERS}/{each.split('.')[1]}" for each in further)]
     vision = f", without --{VISION_FOLDER}" if VISION_FOLDER in folders else ""
@@ -165,8 +167,18 @@ def require_same_bases(
     what: str,
     flag: Callable[[str], str] = flag_of,
 ) -> None:
-    """Check that weights in `folders`, by setting, are those that were in the folders `was`. For messages: `what` these
-    were, and the `flag` of a setting. Raises `UserError` naming the first folder that has others.
+    """Check that the fingerprints of the weights in `folders` have not changed.
+
+    Args:
+        old: fingerprints in the record.
+        new: fingerprints of `folders`.
+        folders: folders by setting.
+        was: the folders of the record, for messages.
+        what: description of the recorded weights.
+        flag: returns the flag of a setting.
+
+    Raises:
+        UserError: a folder has other weights.
     """
     for setting in sorted(old.keys() | new.keys()):
         if old.get(setting) != new.get(setting):
@@ -180,8 +192,8 @@ def require_same_bases(
 
 
 def require_held(old: Collection[str], new: Collection[str], train: bool, checkpoint: Path) -> None:
-    """Check that checkpoints of a run hold all tensors that this one holds, given the names of both. `train`: whether
-    the run sets `model.train`. Raises `UserError`.
+    """Check that the next checkpoints of a run contain all tensors of this one. `old`, `new`: names of their tensors;
+    `train`: whether the run sets `model.train`. Raises `UserError`.
     """
     if lost := {*old} - {*new}:
         setting = "model.train" if train else "model.freeze"
@@ -194,7 +206,7 @@ def require_held(old: Collection[str], new: Collection[str], train: bool, checkp
 
 
 def unrecorded_base(checkpoint: Path) -> UserError:
-    """Return the error for an imported checkpoint of an earlier version, from which adapters are to start."""
+    """Return the error for adapters that start from a checkpoint imported by an earlier version."""
     problem, why = "no fingerprint of the weights that it was imported from", "adapters need them at every start"
     fix = "import the folder again with `python -m megatron_hetero.cli.import`, or start from the folder itself"
     return UserError.at(checkpoint, problem=problem, because=why, fix=fix)
