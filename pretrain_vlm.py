@@ -68,9 +68,7 @@ def build_trainer(
         job.graph,
         job.layouts,
         platform=platform,
-        tied=job.tied,
-        interleaved=job.interleaved,
-        exchanging=job.exchanging,
+        needs=job.needs,
         decoding=tuple(job.shapes.encoders),
         megatron=(),  # The schedule, the norm and the embedding's gradients are ours.
         planned=False,  # The loader plans boundaries, on each rank alike.

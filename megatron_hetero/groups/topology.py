@@ -30,6 +30,7 @@ from megatron_hetero.layout.communicators import (
     CommunicatorKind,
     Direction,
     EdgeUse,
+    GroupNeeds,
     Link,
     Ranks,
     Use,
@@ -103,9 +104,7 @@ class Topology:
         decoding: Collection[str] = (),
         edges: Collection[Edge | tuple[str, str]] = (),
         planned: Collection[Edge | tuple[str, str]] = (),
-        tied: Collection[str] = (),
-        interleaved: Collection[str] = (),
-        exchanging: Collection[str] = (),
+        needs: Mapping[str, GroupNeeds] | None = None,
         megatron: Collection[str] | None = None,
         check: bool = True,
         timeout_s: float = 300.0,
@@ -119,9 +118,7 @@ class Topology:
             decoding: modules whose replicas share decoded data.
             edges: of the graph of modules; (from, to) alone is from the last stage to the first.
             planned: edges, in `edges` or not, that are planned from what each rank knows, see `Boundary.plan`.
-            tied: modules whose first and last stage hold copies of one parameter.
-            interleaved: modules with virtual stages.
-            exchanging: modules whose layers exchange tokens for heads along `cp` too, as gated delta nets do.
+            needs: further needs of modules: copies of a parameter, virtual stages, exchanges along `cp`.
             megatron: modules that Megatron's own schedules or optimizers run, which communicate along more axes. All by
                 default.
             check: whether each group is checked, which also connects its ranks: on NCCL schedules rest on that. Not
@@ -137,7 +134,7 @@ class Topology:
         watchdog = watchdog or Watchdog.of_world(timeout_s, platform)
         with watchdog.waiting(lambda: "the creation of process groups, with all other ranks,"):
             _require_layouts(layouts, dist.get_world_size())
-            _require_modules(layouts, decoding=decoding, tied=tied, interleaved=interleaved, exchanging=exchanging)
+            _require_modules(layouts, decoding=decoding, needs=needs or ())
             planned = [as_edge(edge, layouts) for edge in _ordered(planned)]
             declared = dict.fromkeys([*(as_edge(edge, layouts) for edge in _ordered(edges)), *planned])
             rank, world = dist.get_rank(), dist.group.WORLD
@@ -150,9 +147,7 @@ class Topology:
             planning = {edge: (edge_ranks(layouts, edge),) for edge in planned}
             hosts = _host_groups({**replicas, **planning}, everybody, host, platform)
             own = layouts if megatron is None else megatron
-            kinds = communicators(
-                layouts, edges=declared, tied=tied, interleaved=interleaved, exchanging=exchanging, megatron=own
-            )
+            kinds = communicators(layouts, edges=declared, needs=needs, megatron=own)
             if platform.backend == "nccl":
                 require_streams(kinds, everybody)
             groups = [(kind, _create(kind, everybody, platform, watchdog)) for kind in kinds]
@@ -268,9 +263,7 @@ def build(
     layouts: Mapping[str, str | Layout] | None = None,
     *,
     platform: Platform | None = None,
-    tied: Collection[str] = (),
-    interleaved: Collection[str] = (),
-    exchanging: Collection[str] = (),
+    needs: Mapping[str, GroupNeeds] | None = None,
     megatron: Collection[str] | None = None,
     decoding: Collection[str] = (),
     planned: bool = True,
@@ -308,9 +301,7 @@ def build(
     if check:
         facts = _facts(graph, parsed) | {
             "problem": str(problem or "none"),
-            "tied": str(sorted(tied)),
-            "interleaved": str(sorted(interleaved)),
-            "exchanging": str(sorted(exchanging)),
+            "needs": str({name: each for name, each in sorted((needs or {}).items()) if each != GroupNeeds()}),
             "megatron": "all" if megatron is None else str(sorted(megatron)),
         }
         with watchdog.waiting(lambda: "`build`, with all other ranks,"):
@@ -323,9 +314,7 @@ def build(
         edges=graph.edges,
         planned=graph.edges if planned else (),
         decoding=decoding,
-        tied=tied,
-        interleaved=interleaved,
-        exchanging=exchanging,
+        needs=needs,
         megatron=megatron,
         check=check,
         watchdog=watchdog,

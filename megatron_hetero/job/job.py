@@ -17,6 +17,7 @@ from megatron_hetero.config.optimizers import OPTIMIZERS, OptimizerKind
 from megatron_hetero.config.schema import Config
 from megatron_hetero.job.module import DTYPES, ModuleJob
 from megatron_hetero.layout.axes import EXPERTS
+from megatron_hetero.layout.communicators import GroupNeeds
 from megatron_hetero.layout.grammar import did_you_mean
 from megatron_hetero.layout.graph import Edge, Graph
 from megatron_hetero.layout.layout import Layout
@@ -266,20 +267,16 @@ class JobSpec:
         return Graph(tuple(self.edges), self.shapes.text.hidden, self.dtype, self.transport, self.edges)
 
     @property
-    def tied(self) -> tuple[str, ...]:
-        """Modules whose first and last stage share a parameter."""
-        return (TEXT,) if self.shapes.text.tied else ()
-
-    @property
-    def interleaved(self) -> tuple[str, ...]:
-        """Modules with virtual stages."""
-        return (TEXT,) if self.config.schedule.virtual_stages > 1 else ()
-
-    @property
-    def exchanging(self) -> tuple[str, ...]:
-        """Modules whose layers exchange tokens for heads along `cp` too."""
-        layers = {name: self.shapes[name].architecture.layers for name in self.modules}
-        return tuple(name for name, of in layers.items() if any(each.attention.exchanges_over_cp for each in of))
+    def needs(self) -> dict[str, GroupNeeds]:
+        """Groups that the modules need beyond those along their axes, by name."""
+        return {
+            name: GroupNeeds(
+                tied=name == TEXT and self.shapes.text.tied,
+                interleaved=name == TEXT and self.config.schedule.virtual_stages > 1,
+                exchanging=any(layer.attention.exchanges_over_cp for layer in self.shapes[name].architecture.layers),
+            )
+            for name in self.modules
+        }
 
 
 @lru_cache(maxsize=SCHEDULES)

@@ -275,7 +275,7 @@ def _tied(topology: Topology, name: str, parameters: Mapping[str, nn.Parameter])
         return None
     tied = next((each for each, p in parameters.items() if getattr(p, "shared_embedding", False)), None)
     if tied is not None and not _has_ends(topology, name):
-        fix = "name the module in `tied` of `build`, and only the first and the last stage have such a parameter"
+        fix = f'build the topology with needs={{"{name}": GroupNeeds(tied=True)}}; only the end stages may share it'
         problem = f"{tied} is a shared embedding, and this rank has no group with the other end of the pipeline"
         raise UserError.at(f"module `{name}`", problem=problem, fix=fix)
     return tied

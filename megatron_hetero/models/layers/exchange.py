@@ -45,7 +45,7 @@ def even_ranges(size: int, members: int) -> tuple[Interval, ...]:
 
 def connect(group: dist.ProcessGroup, device: torch.device) -> None:
     """Exchange a number between all members, which connects them on NCCL: their hosts wait for each other in the first
-    exchange, which must not be amid a step. `Topology.build` does so for modules in `exchanging`.
+    exchange, which must not be amid a step. `Topology.build` does so for modules that are `exchanging`.
     """
     sent = torch.zeros(group.size(), device=device)
     dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
