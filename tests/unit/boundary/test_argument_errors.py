@@ -77,8 +77,8 @@ def test_what_is_missing_is_a_key_error_that_lists_what_there_is(said: str) -> N
 TOPOLOGIES: dict[str, dict[str, Any]] = {
     "layout of `audio`: found `dp:8@0-7`, expected ranks from 0 to 3": {"audio": mh.Layout.parse("dp:8", 8)},
     "layout of `audio`: found a str, expected a Layout. Parse it": {"audio": "dp:4"},
-    "needs: found `audio`, expected some of vision, text": {"needs": {"audio": GroupNeeds(tied=True)}},
-    "decoding: found `audio`, expected some of vision, text": {"decoding": ["audio"]},
+    "needs: found `audio`, expected one of vision, text": {"needs": {"audio": GroupNeeds(tied=True)}},
+    "decoding: found `audio`, expected one of vision, text": {"decoding": ["audio"]},
     r"edges: found 'vision', expected pairs of modules": {"edges": ("vision", "text")},
     r"edges: found \('vision', 'text', 'talker'\), expected pairs": {"edges": [("vision", "text", "talker")]},
     r"edge vision>txet: found no module `txet` \(did you mean `text`\?\), expected modules among vision, text": {

@@ -178,7 +178,7 @@ def test_a_host_group_takes_a_socket_for_each_rank() -> None:
 def test_a_group_that_this_rank_lacks_is_explained() -> None:
     topology = build({"vision": "sp:2@0-1", "text": "tp:2@2-3"})
     mine, other = ("vision", "text") if topology.rank < 2 else ("text", "vision")
-    with pytest.raises(KeyError, match=rf"rank {topology.rank} has no part of `{other}`, whose ranks are \d-\d"):
+    with pytest.raises(KeyError, match=rf"rank {topology.rank} is not in `{other}`, whose ranks are \d-\d"):
         topology.group(other, "tp")
     with pytest.raises(KeyError, match=f"no group of the first and the last stage of `{mine}`"):
         topology.group(mine, *ENDS)

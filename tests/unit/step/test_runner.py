@@ -331,7 +331,7 @@ def test_wrong_uses_are_errors_on_all_ranks() -> None:
     rank = dist.get_rank()
     with pytest.raises(UserError, match="build: found no layout of `generator`, expected one for each module"):
         build(GRAPH, vision="dp:4", text="dp:4")
-    with pytest.raises(UserError, match="build: found a layout of `sound`, expected those of vision, text, generator"):
+    with pytest.raises(UserError, match="build: found a layout of `sound`, expected one of vision, text, generator"):
         build(GRAPH, vision="dp:4", text="dp:4", generator="dp:4", sound="dp:4")
     with pytest.raises(
         UserError, match=r"text layout `dp:4@2-5`: found ranks 4-5, expected ranks from 0 to 3.* Try `text="
