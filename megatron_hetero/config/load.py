@@ -26,7 +26,6 @@ from megatron_hetero.base.contents import is_url
 from megatron_hetero.base.errors import UserError, reason
 from megatron_hetero.base.files import read_text, unusable
 from megatron_hetero.config.fields import MODULES, Pattern, children, is_leaf, item_type, shown_name
-from megatron_hetero.config.moved import refuse_moved, settings_of
 from megatron_hetero.layout.grammar import did_you_mean
 
 T = TypeVar("T")
@@ -232,21 +231,22 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def read_yaml(file: Path, root: type) -> Tree:
-    """The settings of a YAML file for the dataclass `root`; relative paths start from the file's folder.
-
-    Raises:
-        UserError: the file is missing or malformed, or has old names or keys that `root` lacks.
-    """
+def read_yaml(file: Path) -> object:
+    """The content of a YAML file, with text for all values. Raises `UserError` if it is missing or malformed."""
     try:
-        content = yaml.load(read_text(file, MAX_BYTES), Loader=_Loader)
+        return yaml.load(read_text(file, MAX_BYTES), Loader=_Loader) or ""
     except OSError as error:
         raise UserError.at(f"--config {file}", problem=reason(error), fix="correct the path") from None
     # Text that is not UTF-8 raises ValueError, deep nesting RecursionError.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise _broken(file, error) from None
-    refuse_moved(f"--config {file}", settings_of(content))
-    return _tree(content or "", root, (), file)
+
+
+def tree_of(content: object, root: type, file: Path) -> Tree:
+    """The settings in the content of a YAML file for the dataclass `root`; relative paths start from the file's folder.
+    Raises `UserError` if there are keys that `root` lacks.
+    """
+    return _tree(content, root, (), file)
 
 
 def _tree(content: object, kind: Any, path: tuple[str, ...], file: Path) -> Any:

@@ -15,8 +15,8 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.files import resolved
 from megatron_hetero.base.outputs import is_ours, lock_of
 from megatron_hetero.config.fields import Section, check_values, option, shown_name, unused, wrong
-from megatron_hetero.config.flags import EstimateRequest, read_flags, without_plan
-from megatron_hetero.config.load import Tree, build, merge, read_yaml
+from megatron_hetero.config.flags import EstimateRequest, read_command
+from megatron_hetero.config.load import build
 from megatron_hetero.config.modules import ModuleConfig
 from megatron_hetero.config.optimizers import OptimizerConfig
 from megatron_hetero.config.sections import (
@@ -165,10 +165,8 @@ def load_command(argv: Sequence[str]) -> tuple[Config, EstimateRequest | None]:
     Raises:
         UserError: a file, name or value is invalid; the message names it and the fix.
     """
-    settings, file, request = read_flags(argv, Config)
-    if request is None and "plan" in settings:  # In a file the section may wait for a later plan.
-        raise without_plan(f"--plan.{next(iter(settings['plan']))}")
-    return _merged(settings, file), request
+    settings, request = read_command(argv, Config)
+    return build(Config, settings), request
 
 
 def load_config(argv: Sequence[str]) -> Config:
@@ -177,14 +175,10 @@ def load_config(argv: Sequence[str]) -> Config:
     Raises:
         UserError: as `load_command`, or the command line has ``--plan``.
     """
-    settings, file, request = read_flags(argv, Config)
+    config, request = load_command(argv)
     if request is not None:
         raise UserError.at("--plan", problem="not supported by this program", fix="use pretrain_vlm.py")
-    return _merged(settings, file)
-
-
-def _merged(settings: Tree, file: Path | None) -> Config:
-    return build(Config, merge(read_yaml(file, Config) if file else {}, settings))
+    return config
 
 
 def to_yaml(config: Config) -> str:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_hetero.base.environment import write_trace
 from megatron_hetero.base.errors import main_place
-from megatron_hetero.groups.launch import in_background, leave
+from megatron_hetero.groups.launch import FAILED, in_background, leave
 from megatron_hetero.groups.peers import PAUSE_S, UNWATCHED, Peers, listed, suspected
 from megatron_hetero.groups.platform import Platform
 
@@ -256,7 +256,7 @@ class Watchdog:
         more = self._on_exit()
         if answers is None:  # The first one ends the job after its report.
             time.sleep(2 * self._roll_call_s)
-        leave(more if answers is not None else "", 1)
+        leave(more if answers is not None else "", FAILED)
 
     def _roll_call(self) -> dict[int, str | None] | None:
         """The answers of all ranks, see `Peers.roll_call`; empty if none can be asked: each then reports for itself."""
