@@ -49,7 +49,7 @@ PLAN_FLAGS = {
     "--plan-files": ("no value", "off", "Fail if weights, annotations or image folders are missing."),
     "--plan-svg": ("path", "none", "Also draw topology and schedule to a .svg or .png file."),
 }
-"""Flags that are not settings: values, default and help text."""
+"""Flags that are not settings, with their values, default and help text."""
 
 
 def read_command(argv: Sequence[str], root: type) -> tuple[Tree, EstimateRequest | None]:
@@ -106,20 +106,20 @@ def _world_size(values: list[str]) -> int:
 
 def _flags(argv: Sequence[str]) -> dict[str, list[str]]:
     """The values of each flag. Raises `UserError`."""
-    found: dict[str, list[str]] = {}
+    values_by_flag: dict[str, list[str]] = {}
     flag = ""
     for word in argv:
         if word.startswith("--") or word == "-h":
             flag, equals, value = word.partition("=")
-            if flag in found:
+            if flag in values_by_flag:
                 raise UserError.at(flag, problem="given twice", fix="remove one")
-            found[flag] = [value] if equals else []
+            values_by_flag[flag] = [value] if equals else []
         elif not flag:
             expected = "a flag such as --config FILE"
             raise UserError.at("command line", found=f"`{word}`", expected=expected, fix="see --help")
         else:
-            found[flag].append(word)
-    return found
+            values_by_flag[flag].append(word)
+    return values_by_flag
 
 
 def _one(flag: str, values: list[str]) -> str:

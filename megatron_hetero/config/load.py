@@ -1,8 +1,8 @@
 """Settings in a YAML file and in flags, and the dataclasses that are built from them.
 
-Values in both are text or lists of text, which `convert` converts to the type of their field. A tree of settings has
-the shape of the YAML file: sections, fields, and keys of mappings. Its leaves are `Setting` values, which remember
-their source for error messages. Both sources are read into such trees, the trees are merged, and `build` builds the
+Both sources have text or lists of text, which `convert` converts to the type of a field. A tree of settings has the
+shape of the YAML file: sections, fields, and keys of mappings. Its leaves are `Setting` values, which store where they
+come from for error messages. Both sources are read into such trees, the trees are merged, and `build` builds the
 dataclasses from the result.
 
 Mappings (``Mapping[str, T]``) take any key; dataclasses take only their fields.
@@ -30,7 +30,7 @@ from megatron_hetero.layout.grammar import did_you_mean
 
 T = TypeVar("T")
 MAX_BYTES = 1 << 20
-"""Maximum size of a YAML file: a hundred times a long one."""
+"""Maximum size of a YAML file in bytes: a hundred times a long one."""
 Tree = dict[str, Any]
 """Names to `Setting` leaves or further trees."""
 
@@ -51,7 +51,7 @@ class Setting:
 
 
 class ConversionError(Exception):
-    """The value found, and the value expected."""
+    """A value that cannot be converted: what was found, and what is expected."""
 
     def __init__(self, found: str, expected: str) -> None:
         super().__init__(found)
@@ -59,16 +59,16 @@ class ConversionError(Exception):
 
 
 def convert(value: object, kind: object, base: Path) -> object:
-    """`value` as a `kind`.
+    """Convert `value` to a `kind`.
 
     Args:
         value: text, or a list of texts.
-        kind: str, int, float, bool, Path, a Literal of texts or of integers, one of these or None, a tuple of
-            one of these, or the union of a Literal and the type of any other value.
+        kind: str, int, float, bool, Path, a Literal of texts or of integers, a union of one of these and None, a tuple
+            of one of these, or a union of a Literal and another of these types.
         base: the folder that relative paths start from.
 
     Raises:
-        ConversionError: the value is not a `kind`.
+        ConversionError: the value has another type.
     """
     origin, args = get_origin(kind), get_args(kind)
     if origin is tuple:
@@ -111,7 +111,7 @@ def _show(value: object) -> str:
 
 
 def _word(value: str, words: Iterable[str | int], other: object, base: Path) -> object:
-    """One of the `words`, or else the value as an `other` if there is one."""
+    """One of the `words` if the value names one, else the value as an `other`, unless that is None."""
     named = {str(word): word for word in words}
     if value in named:
         return named[value]
@@ -203,8 +203,8 @@ def step(kind: object, name: str, path: tuple[str, ...], where: str) -> object:
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader for text, lists and mappings alone: scalars are text, whatever they look like (`0400`, `4:16`,
-    `on`, `2024-01-01`), and other tags are errors. So are duplicate keys.
+    """The safe loader, reduced to text, lists and mappings: scalars such as `0400`, `4:16`, `on` or `2024-01-01` are
+    text, and other tags are errors. So are duplicate keys.
     """
 
     # The stubs declare instance variables; PyYAML itself sets them on the class.
@@ -296,7 +296,7 @@ def build(kind: type[T], tree: Tree) -> T:
 
 
 def _value(kind: Any, node: Any, path: tuple[str, ...], missing: list[str]) -> Any:
-    """The value of `node` as a `kind`. Required fields that have no value are added to `missing`."""
+    """Convert `node` to a `kind`. Required fields without a value are added to `missing`."""
     types, item = children(kind), item_type(kind)
     if types is not None:
         values = {}

@@ -1,4 +1,4 @@
-"""The configuration of a run: all sections, their checks against each other, and how it is loaded and saved.
+"""The configuration of a run: all sections, checks across sections, loading and saving.
 
 Flags override the YAML file, which overrides the defaults.
 """
@@ -116,7 +116,7 @@ def _check_evaluation(config: Config) -> None:
 
 
 def _check_paths(config: Config) -> None:
-    """Check, through symbolic links too, that the export and the log replace neither an input nor another output."""
+    """Check that the export and the log replace neither an input nor another output, with symbolic links resolved."""
     places = {name: resolved(path, name) for name, path in _inputs_and_outputs(config)}
     _require_outside_checkpoints("log.dir", config.log.dir, places)
     if config.export.hf_dir is None:
@@ -133,7 +133,7 @@ def _check_paths(config: Config) -> None:
 
 
 def _inputs_and_outputs(config: Config) -> Iterator[tuple[str, Path]]:
-    """All paths but the export, by setting."""
+    """All paths except the export, by setting."""
     model, resume = config.model, config.checkpoint.resume
     paths: dict[str, Path | None] = {"model.hf_path": model.hf_path, "model.hf_path_vision": model.hf_path_vision}
     paths |= {f"modules.{name}.hf_path": folder for name, folder in config.further_folders.items()}
@@ -148,7 +148,7 @@ def _inputs_and_outputs(config: Config) -> Iterator[tuple[str, Path]]:
 
 
 def _require_outside_checkpoints(setting: str, path: Path, places: Mapping[str, Path]) -> None:
-    """Check that an output has no name that is reserved in the folder of checkpoints, where a run moves and deletes."""
+    """Check that an output in the folder of checkpoints has no reserved name: a run moves and deletes such folders."""
     folder, target = places.get("checkpoint.dir"), resolved(path, setting)
     if folder is not None and folder in target.parents and is_ours(name := target.relative_to(folder).parts[0]):
         expected = f"a folder separate from checkpoint.dir ({folder})"
@@ -195,12 +195,12 @@ def _flat(value: object, name: str) -> Iterator[tuple[str, str]]:
     if not isinstance(value, dict):
         yield name, "none" if value is None else str(value)
         return
-    for part, below in value.items():
-        yield from _flat(below, f"{name}.{part}" if name else part)
+    for key, below in value.items():
+        yield from _flat(below, f"{name}.{key}" if name else key)
 
 
 def _plain(value: object) -> object:
-    """Values as YAML types: lists for tuples, text for paths. Of modules, those that differ from the default."""
+    """Values as YAML types: lists for tuples, text for paths; of modules only settings that differ from defaults."""
     if isinstance(value, ModuleConfig):
         return {name: _plain(getattr(value, name)) for name in value.given}
     if is_dataclass(value):
