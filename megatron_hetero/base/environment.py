@@ -23,7 +23,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.files import replacing
 
 LAUNCHER = "python -m megatron_hetero.run"
-"""The command that starts the ranks: torchrun, with our handling of their exit."""
+"""The command that starts ranks: torchrun, with another handling of their exit."""
 _RANGES = {
     "RANK": range(10**9),
     "LOCAL_RANK": range(10**9),
@@ -103,7 +103,7 @@ def raise_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-_QUEUES, _FEW = "CUDA_DEVICE_MAX_CONNECTIONS", range(8)  # 8 is CUDA's default.
+_QUEUES, _FEW = "CUDA_DEVICE_MAX_CONNECTIONS", range(8)  # CUDA's default is 8.
 _DEFAULTS = {
     (_QUEUES,): "32",
     ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True",
@@ -141,7 +141,7 @@ def group_timeout(timeout_s: float, environ: MutableMapping[str, str] = os.envir
     """
     timeout = timedelta(days=1)
     if timeout_s > 0:
-        longest = 24 * 86400  # torch counts the heartbeat in milliseconds, in 32 bits
+        longest = 24 * 86400  # torch counts the heartbeat in milliseconds, as a 32-bit integer.
         timeout = timedelta(seconds=min(max(1800.0, 1.5 * timeout_s), longest))
     environ.setdefault(_HEARTBEAT, str(int(timeout.total_seconds())))
     return timeout

@@ -269,7 +269,7 @@ def _layers(module: str, shapes: ModelShapes) -> Iterator[tuple[tuple[str, Adapt
     added, prefix, fused = shapes[module].added, prefix_of(module, shapes), fused_of(module, shapes)
     for adapter in added.adapters if isinstance(added, Lora) else ():
         name = prefix + adapter.name
-        yield (name, adapter), list(fused[name].parts) if adapter.experts else [f"{name}.weight"]
+        yield (name, adapter), list(fused[name].matrices) if adapter.experts else [f"{name}.weight"]
 
 
 def _chosen(shapes: ModelShapes, r: int, targets: Sequence[str], changed: set[str]) -> ModelShapes:
@@ -281,7 +281,7 @@ def _chosen(shapes: ModelShapes, r: int, targets: Sequence[str], changed: set[st
         for name, _ in linear_layers(architecture):
             found = {each for each in targets if is_target(each, module, name, shapes)}
             matched |= found
-            parts = list(fused[prefix + name].parts) if prefix + name in fused else [f"{prefix}{name}.weight"]
+            parts = list(fused[prefix + name].matrices) if prefix + name in fused else [f"{prefix}{name}.weight"]
             if (found or not targets) and changed.intersection(parts):
                 experts = len(fused[prefix + name].names) if prefix + name in fused else 0
                 size = fused[prefix + name].shape(False)[1:] if experts else architecture.in_folder[f"{name}.weight"]

@@ -1,10 +1,10 @@
-"""Merges a PEFT folder with its base model, and splits a tuned model in its base and a PEFT folder, without a GPU or
+"""Merges a PEFT folder with its base model, and splits a tuned model into its base and a PEFT folder, without a GPU or
 torchrun.
 
     python -m megatron_hetero.cli.adapters merge BASE ADAPTER OUT [--dtype float32|bfloat16|stored]
     python -m megatron_hetero.cli.adapters split BASE TUNED OUT --r R [--targets NAME ...]
 
-In memory are the adapter and, at a time, one tensor of each model and one file of the output.
+Only the adapter, one tensor of each model and one file of the output are in memory at a time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from megatron_hetero.base.terminal import Parser, size_text
 from megatron_hetero.cli.command import a_path, add_encoders, at_least, by_name, positive, progress
 from megatron_hetero.groups.launch import ended
 
-# Modules that import torch are imported where they are used: that takes seconds, which `--help` need not wait for and
-# Ctrl-C may interrupt.
+# Modules that import torch are imported where they are used. That takes seconds, for which `--help` should not wait and
+# which Ctrl-C may interrupt.
 
 
 def merge(options: argparse.Namespace) -> str:
@@ -63,7 +63,7 @@ def split(options: argparse.Namespace) -> str:
         f"relative error {done.error:.2e} of the difference, at most {done.worst[1]:.2e} in a layer ({done.worst[0]})"
     )
     if done.left_out:
-        text += f"\nleft out: {listed(done.left_out)}, which differ and are in no adapter"
+        text += f"\nleft out: {listed(done.left_out)}, which differ but are not in an adapter"
     return text
 
 
@@ -90,10 +90,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="GB",
         help="maximum weight file size, 10^9 bytes (default 5)",
     )
-    splitting = commands.add_parser("split", help="write the adapter that is nearest to what was tuned")
+    splitting = commands.add_parser("split", help="write the adapter that is closest to the changes of a tuned model")
     splitting.set_defaults(run=split)
     splitting.add_argument("base", type=a_path, metavar="BASE", help="model folder, as for model.hf_path")
-    splitting.add_argument("tuned", type=a_path, metavar="TUNED", help="folder of a model that was tuned from it")
+    splitting.add_argument("tuned", type=a_path, metavar="TUNED", help="folder of a model that was tuned from BASE")
     splitting.add_argument("out", type=a_path, metavar="OUT", help="output folder: new, empty, or an earlier export")
     splitting.add_argument("--r", type=partial(at_least, 1), required=True, metavar="R", help="rank of adapters")
     splitting.add_argument(

@@ -46,7 +46,7 @@ class Section:
 
     @property
     def given(self) -> tuple[str, ...]:
-        """Names of the settings that differ from their defaults, in a section without required ones."""
+        """Names of settings that differ from their defaults. For sections without required settings."""
         assert is_dataclass(self), "sections are dataclasses"
         default = type(self)()
         return tuple(f.name for f in fields(self) if getattr(self, f.name) != getattr(default, f.name))
@@ -56,7 +56,8 @@ class Section:
 
 
 def check_values(section: Section, path: str = "") -> None:
-    """Check the bounds of all numbers in a section and below, then each section's own rules, innermost first.
+    """Check the bounds of all numbers in a section and its subsections, then the rules of each section, innermost
+    first.
 
     Raises:
         UserError: for the first invalid value.

@@ -183,7 +183,7 @@ class FlagRow(NamedTuple):
     flag: str
     """Its name, such as `--train.iters`."""
     values: str
-    """Its type in a user's words."""
+    """Its type, as users read it."""
     default: str
     """Its default, or a description of it."""
     text: str

@@ -90,7 +90,7 @@ def convert(value: object, kind: object, base: Path) -> object:
 
 
 def describe(kind: object) -> str:
-    """A type in a user's words."""
+    """A type, as users read it."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return " or ".join("none" if arg is NoneType else describe(arg) for arg in args)
@@ -105,7 +105,7 @@ def _show(value: object) -> str:
     """A value as error messages quote it."""
     if value == "":
         return "no value"
-    # Only the first items of lists and mappings: YAML aliases expand a few lines without limit.
+    # Only the first items of lists and mappings, since YAML aliases may expand a few lines without limit.
     what = {list: "the list ", dict: "the mapping "}.get(type(value), "")
     return f"{what}`{value[:80] if isinstance(value, str) else reprlib.repr(value)}`"
 
@@ -162,7 +162,7 @@ def _boolean(value: str) -> bool:
 def _integer(value: str) -> int:
     if not re.fullmatch(r"[+-]?[0-9]+(_[0-9]+)*", value):
         raise ConversionError(_show(value), "an integer")
-    if len(value) > 30 or abs(int(value)) >= 2**63:  # Python converts only some thousand digits.
+    if len(value) > 30 or abs(int(value)) >= 2**63:  # Python refuses to convert thousands of digits.
         raise ConversionError(_show(value), "an integer below 2^63")
     return int(value)
 
@@ -196,8 +196,9 @@ def step(kind: object, name: str, path: tuple[str, ...], where: str) -> object:
         what = f"field of {'.'.join(path)}" if path else "section"
         found = f"`{'.'.join((*path, name))}`{did_you_mean(name, known)}"
         expected = f"a {what}, one of {', '.join(known)}"
-        of_layout = path[:1] == (MODULES,) and ":" in name  # What a comma leaves of `{parallel: tp:4,dp:2}`.
-        fix = "quote layouts with commas inside braces" if of_layout else "rename or remove it"
+        # YAML splits `{parallel: tp:4,dp:2}` at the comma, which leaves the name `dp:2`.
+        is_layout = path[:1] == (MODULES,) and ":" in name
+        fix = "quote layouts with commas inside braces" if is_layout else "rename or remove it"
         raise UserError.at(where, found=found, expected=expected, fix=fix)
     return known[name]
 
@@ -217,7 +218,7 @@ class _Loader(yaml.SafeLoader):
         if tag is None or tag.endswith((":str", ":seq", ":map"))
     }
 
-    # Not in construct_mapping, which may see a node after `<<` has merged in another's keys.
+    # Not in construct_mapping, which may get a node after `<<` has merged keys of another one into it.
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
@@ -276,7 +277,7 @@ def _broken(file: Path, error: Exception) -> UserError:
 
 
 def merge(base: Tree, over: Tree) -> Tree:
-    """The union of both trees; leaves of `over` override those of `base`."""
+    """The union of both trees; leaves of `over` override leaves of `base`."""
     both = {n: merge(base[n], over[n]) for n in base.keys() & over.keys() if isinstance(over[n], dict)}
     return base | over | both
 

@@ -28,7 +28,7 @@ _RATE = ("optimizer", "lr_vision")
 
 
 def new_names(names: Names) -> Names | None:
-    """The new names of a setting, or of the settings in a section; None if it has not moved."""
+    """The new names of a setting, or of the settings in a section; None if they have not moved."""
     for old, new in MOVED.items():
         if _agree(old, names) and len(names) >= sum(not word.isupper() for word in old):
             known = dict(zip(old, names, strict=False))

@@ -35,7 +35,7 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = {
     )
 }
 NONE = OptimizerKind("none")
-"""The optimizer of weights that no step has trained."""
+"""The optimizer in checkpoints of weights that have not been trained."""
 
 
 def optimizer_kind(name: str) -> OptimizerKind:

@@ -84,7 +84,7 @@ class Config(Section):
 
 
 def _check_training(config: Config) -> None:
-    """Check the settings of steps against those of data and model."""
+    """Check the settings of steps against the settings of data and model."""
     train, optimizer = config.train, config.optimizer
     tokens, longest = train.tokens_per_micro_batch, config.data.max_seq_length
     if tokens is not None and tokens < longest:

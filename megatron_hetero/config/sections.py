@@ -57,9 +57,6 @@ class ModelConfig(Section):
     )
 
     def _check(self, section: str) -> None:
-        for where, entries in ((f"{section}.freeze", self.freeze), (f"{section}.train", self.train)):
-            if len(set(entries)) != len(entries):
-                raise wrong(where, ", ".join(entries), "each entry once", "", "remove the duplicate")
         if self.compile != "none" and self.backend == "te":
             why, fix = "Transformer Engine has its own kernels", "remove it, or set model.backend to torch"
             raise wrong(f"{section}.compile", self.compile, "none with model.backend te", why, fix)
@@ -405,7 +402,7 @@ Overridable = Literal[
     "data.video.text_after", "data.video.marks", "train.seed", "train.global_batch_size",
     "train.patches_per_micro_batch", "model.router_aux_loss_coef", "modules", "model.hf_path",
 ]  # fmt: skip
-"""Settings that `checkpoint.allow_changes` lets differ from the checkpoint's: they change what is trained."""
+"""Settings that change what is trained. With `checkpoint.allow_changes` they may differ from the checkpoint's."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,7 @@ def meet(group: dist.ProcessGroup, call: str, numbers: Sequence[int] = ()) -> li
         facts = [
             {"call": f"`{each}`{places[each]}", "step": name} for each, (name, _) in zip(outer, calls, strict=True)
         ]
-        require_alike("calls of all ranks", facts, dist.get_process_group_ranks(group), fix, because)
+        require_same_facts("calls of all ranks", facts, dist.get_process_group_ranks(group), fix, because)
     return result[: len(numbers)]
 
 
@@ -135,23 +135,23 @@ def require_equal(group: dist.ProcessGroup, where: str, facts: Facts, fix: str) 
     ends = [end for each in digests for end in ([_LOWEST, _LOWEST] if each is None else [each, -each])]
     maxima = [each for at in range(0, len(ends), _NUMBERS) for each in meet(group, where, ends[at : at + _NUMBERS])]
     if not all(high in (-low, _LOWEST) for high, low in zip(maxima[::2], maxima[1::2], strict=True)):
-        require_alike(where, on_every(group, lambda: dict(facts)), dist.get_process_group_ranks(group), fix)
+        require_same_facts(where, on_every(group, lambda: dict(facts)), dist.get_process_group_ranks(group), fix)
 
 
 def require_same(group: dist.ProcessGroup | None, where: str, facts: Facts, fix: str, because: str = "") -> None:
     """Check that facts are the same on all ranks of a group of any device. Raises `SharedError`."""
-    if facts_by_rank := unlike(group, where, facts):
-        require_alike(where, facts_by_rank, dist.get_process_group_ranks(group), fix, because)
+    if facts_by_rank := differing_facts(group, where, facts):
+        require_same_facts(where, facts_by_rank, dist.get_process_group_ranks(group), fix, because)
 
 
-def unlike(group: dist.ProcessGroup | None, where: str, facts: Facts) -> list[Facts]:
+def differing_facts(group: dist.ProcessGroup | None, where: str, facts: Facts) -> list[Facts]:
     """The facts of all ranks, by rank; empty if they are equal. They are exchanged only if their digests differ."""
     digest = zlib.crc32(repr(list(facts.items())).encode())
     high, low = (digest, -digest) if group is None else meet(group, where, [digest, -digest])
     return on_every(group, lambda: facts) if high != -low else []
 
 
-def require_alike(
+def require_same_facts(
     where: str,
     facts_by_rank: Sequence[Facts],
     ranks: Sequence[int],

@@ -72,7 +72,7 @@ _LOST_PEER = (
     "Connection reset",
     "Broken pipe",
     "Socket closed",
-    "Connection was likely closed",  # of the store
+    "Connection was likely closed",  # by the store
     # NCCL: c10d/NCCLUtils.cpp, and ncclGetErrorString. ncclSystemError may have a cause on this rank.
     "NCCL communicator was aborted",
     "ncclRemoteError",
@@ -88,7 +88,7 @@ def process_group(timeout_s: float = 300.0, start_s: float = 1800.0) -> Iterator
     """Yield the platform of this process; inside, the default process group exists.
 
     Args:
-        timeout_s: time-out of the watchdog in seconds; that of process groups is longer (`group_timeout`).
+        timeout_s: time-out of the watchdog in seconds; process groups have a longer one (`group_timeout`).
         start_s: time-out of the start, within which all ranks must join; missing ones are reported earlier.
 
     Raises:
@@ -302,7 +302,7 @@ def _end_with_torchrun() -> None:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether the error only means that another rank is gone."""
+    """Whether an error only means that another rank is gone."""
     return any(sign in str(error) for sign in _LOST_PEER)
 
 

@@ -1,6 +1,6 @@
 """Process groups without a communicator: groups of one rank, and groups of which only size and rank are used."""
 
-# PyTorch's stubs declare overloads that its own Python groups do not have either.
+# PyTorch's stubs declare overloads that PyTorch's own Python groups lack too.
 # pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class LocalGroup(dist.ProcessGroup):
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:
-    # Not by address, which fake tensors do not have.
+    # Not compared by address, which fake tensors lack.
     return one.untyped_storage() is other.untyped_storage() and one.storage_offset() == other.storage_offset()
 
 

@@ -62,7 +62,7 @@ MODEL_PARALLEL_STREAM = "model-parallel-rng"
 
 def prepare(platform: Platform) -> None:
     """Make code of Megatron-Core that assumes CUDA work on this platform. Idempotent."""
-    prepare_environment()  # Does nothing if `process_group` has done it.
+    prepare_environment()  # Does nothing after `process_group`.
     # Suppresses the advice to use one hardware queue: collectives of high priority need several to begin in time.
     cast("Any", tensor_parallel.layers.linear_with_grad_accumulation_and_async_allreduce).warned = True
     if platform.is_cuda:
@@ -258,7 +258,7 @@ def module_groups(
         intra_dist_opt=group(*AXES),
         inter_dist_opt=None,
         embd=ends,
-        pos_embd=None,  # for positions that several stages embed, which Megatron's decoders do not
+        pos_embd=None,  # Only for positions that several stages embed, unlike Megatron's decoders.
     )
     # From 0.18 on: groups of FSDP's gathers. From 0.19 on: weights with a separate axis, here of one rank.
     groups.dp_cp_ag = groups.expt_dp_ag = groups.gtp_remat = groups.expt_gtp_remat = None

@@ -220,7 +220,7 @@ class Platform:
         """Options of NCCL, which a split does not inherit from its parent; None for other backends."""
         if self.backend != "nccl":
             return None
-        nccl: Any = dist.ProcessGroupNCCL  # Builds of PyTorch for CPUs have none.
+        nccl: Any = dist.ProcessGroupNCCL  # Builds of PyTorch for CPUs lack it.
         options = nccl.Options(is_high_priority_stream=urgent)
         if self.timeout is not None:  # PyTorch warns if it differs from the time-out of the group.
             options._timeout = self.timeout
@@ -248,7 +248,7 @@ class Platform:
         rank = dist.get_rank()
         members = group_of(groups, rank)
         # A group is named by its ranks and the number of groups of a rank, which must be equal on all ranks: a rank
-        # without a group creates one of its own.
+        # without a group creates one by itself.
         group = dist.new_group(
             list(members or (rank,)),
             backend=backend,

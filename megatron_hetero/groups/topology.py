@@ -203,14 +203,14 @@ class Topology:
     def mesh(self, module: str, view: str = MAIN.name) -> DeviceMesh:
         """The ranks of `module` as PyTorch's mesh, with the groups of this topology.
 
-        Its dimensions are the axes of a view of its layout, `pp`, `dp`, `cp`, `sp` and `tp` in the main one, including
-        those of size 1: ``fully_shard(model, mesh=topology.mesh("vision")["dp"])``. Raises `KeyError` as `group`, and
+        Its dimensions are the axes of a view of its layout (`pp`, `dp`, `cp`, `sp` and `tp` in the main view), also if
+        their size is 1: ``fully_shard(model, mesh=topology.mesh("vision")["dp"])``. Raises `KeyError` as `group`, and
         `UserError` if there is no such view.
         """
         self._require(module)
         layout = self.layouts[module]
         degrees = layout.degrees_in(layout.view(view))
-        names = tuple(degrees)[::-1]  # From the slowest among ranks to the fastest.
+        names = tuple(degrees)[::-1]  # From the axis that varies slowest among ranks to the fastest.
         groups = [self.group(module, axis) for axis in names]
         for group in groups:
             if isinstance(group, LocalGroup):
@@ -360,7 +360,7 @@ def _platform() -> Platform:
 
 
 def _require_layouts(layouts: Mapping[str, Layout], world: int) -> None:
-    """Check that these are layouts in the world."""
+    """Check the layouts and their names in a world of ranks."""
     for name, layout in layouts.items():
         where = f"Topology.build: layout of `{name}`"
         if "." in name:
@@ -375,7 +375,7 @@ def _require_layouts(layouts: Mapping[str, Layout], world: int) -> None:
 
 
 def _require_modules(layouts: Mapping[str, Layout], **collections: Collection[str]) -> None:
-    """Check that arguments name modules."""
+    """Check that these arguments name modules that have a layout."""
     for argument, names in collections.items():
         if unknown := [name for name in names if name not in layouts]:
             found, expected = f"`{unknown[0]}`", one_of(layouts, "layouts")
@@ -507,7 +507,7 @@ def _check_sum(group: dist.ProcessGroup, ranks: Ranks, rank: int, device: torch.
 
 
 def _check_message(group: dist.ProcessGroup, rank: int, sends: bool, device: torch.device) -> None:
-    """Send a known value one way, by the call of a pipeline, for which PyTorch may have a communicator of its own."""
+    """Send a known value one way, by the call of a pipeline, for which PyTorch may have another communicator."""
     ranks = _ranks(group)
     (peer,) = (r for r in ranks if r != rank)
     value = torch.tensor([rank if sends else -1], dtype=torch.int64, device=device)

@@ -48,8 +48,8 @@ class Stopwatch:
         self._laps: list[tuple[str, Any, Any]] = []
 
     @contextlib.contextmanager
-    def part(self, name: str, label: str = "") -> Iterator[None]:
-        """Add the time inside to `name`. Profilers show it as `label`, by default `name`."""
+    def lap(self, name: str, label: str = "") -> Iterator[None]:
+        """Inside, measure a lap called `name`. Profilers show it as `label`, by default `name`."""
         start = self._now() if self._record else None
         try:
             with torch.profiler.record_function(label or name):
@@ -259,7 +259,9 @@ class Watchdog:
         leave(more if answers is not None else "", FAILED)
 
     def _roll_call(self) -> dict[int, str | None] | None:
-        """The answers of all ranks, see `Peers.roll_call`; empty if none can be asked: each then reports for itself."""
+        """The answers of all ranks, see `Peers.roll_call`. Empty without peers or a store: each rank then reports for
+        itself.
+        """
         if self._peers is None:
             return {}
         answers = in_background(partial(self._peers.roll_call, self._roll_call_s, self._doing()), "roll call")

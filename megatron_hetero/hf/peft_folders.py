@@ -1,15 +1,14 @@
 """PEFT folders: `adapter_config.json` and `adapter_model.safetensors`, read strictly, and what a new one contains.
 
 For a linear layer at PATH of a `transformers` model keys are `base_model.model.PATH.lora_A.weight` [r, in] and
-`base_model.model.PATH.lora_B.weight` [out, r]; members of `modules_to_save` have the keys of their own tensors. For a
-parameter of E matrices, those of experts, PATH is its module:
+`base_model.model.PATH.lora_B.weight` [out, r]; tensors in `modules_to_save` have their usual keys. For a parameter of E
+matrices, such as of experts, PATH is its module:
 
     lora_A.weight [E r, in]     rows e r + j: direction j of expert e
     lora_B.weight [out, r E]    column j E + e: direction j of expert e
 
 A module's second parameter has `base_layer.` before `lora_`. Which parameter has which key depends on an order in PEFT,
-but their shapes differ. PEFT takes ranks from the configuration; here they are those of the tensors, and both must
-agree.
+but their shapes differ. PEFT takes ranks from the configuration; here the tensors have them, and both must agree.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import regex
@@ -33,6 +32,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.files import Only, check, read_object, shown
 from megatron_hetero.hf.model_files import all_finite, require_own_files
 
+T = TypeVar("T")
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Prefix of all keys."""
@@ -60,7 +60,7 @@ def _none(because: str, fix: str = _AGAIN, *values: object) -> Only:
 
 
 _BASE = "it is the adapter of a quantised base", "use an adapter of the unquantised model"
-_CHANGED = "it is added to other weights than those of the base folder"
+_CHANGED = "it is added to other weights than in the base folder"
 _CONVERT = "save it again with save_pretrained(..., path_initial_model_for_weight_conversion=...) of PEFT"
 SUPPORTED: Mapping[str, Only] = {
     "peft_type": Only(("LORA",), "other kinds of adapters are not supported", "use an adapter of LoRA"),
@@ -80,7 +80,7 @@ SUPPORTED: Mapping[str, Only] = {
         _none("this variant of LoRA is not supported"),
     ),
 }
-"""Keys of `adapter_config.json` with the only values that are supported."""
+"""Supported values of keys of `adapter_config.json`, by key."""
 _Rank = Annotated[int, msgspec.Meta(ge=1)]
 _Alpha = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 
@@ -93,8 +93,6 @@ class _Config(msgspec.Struct, frozen=True):
     use_rslora: bool | None = None
     rank_pattern: dict[str, _Rank] | None = None
     alpha_pattern: dict[str, _Alpha] | None = None
-    layers_to_transform: int | list[int] | None = None
-    layers_pattern: str | list[str] | None = None
     base_model_name_or_path: object = None
 
 
@@ -120,6 +118,8 @@ class PeftFolder:
     pairs: tuple[Pair, ...]
     whole: Mapping[str, tuple[int, ...]] = field(hash=False)
     config: _Config = field(hash=False)
+    _ranks: Sequence[tuple[Pattern, int]] = field(hash=False)
+    _alphas: Sequence[tuple[Pattern, float]] = field(hash=False)
 
     @classmethod
     def open(cls, folder: Path, setting: str, otherwise: str = "") -> PeftFolder:
@@ -127,11 +127,10 @@ class PeftFolder:
         has no such folder. Raises `UserError`.
         """
         config = _read_config(folder, setting, otherwise)
-        pairs, whole = _tensors(folder)
-        opened = cls(folder, pairs, whole, config)
-        opened._check_layers()
-        assert opened._patterns is not None  # Raises if a pattern is not supported.
-        return opened
+        file, (pairs, whole) = folder / ADAPTER_CONFIG, _tensors(folder)
+        ranks = patterns(f"{file}: rank_pattern", config.rank_pattern or {})
+        alphas = patterns(f"{file}: alpha_pattern", config.alpha_pattern or {})
+        return cls(folder, pairs, whole, config, ranks, alphas)
 
     @property
     def where(self) -> str:
@@ -143,28 +142,13 @@ class PeftFolder:
         `UserError` if the configuration has no such rank for it.
         """
         # PEFT sorts patterns when it writes them, so which of the matching ones came first is unknown.
-        declared = [*self._matching("rank_pattern", path), self.config.r]
+        declared = [*_matching(self._ranks, path), self.config.r]
         if r not in declared:
             why = "PEFT divides alpha by the former, and would not load the latter"
             found = f"rank {declared[0]} in {ADAPTER_CONFIG} beside matrices of rank {r}"
             raise UserError.at(f"{self.where}: {path}", found=found, expected="the same", because=why, fix=_RESTORE)
-        alpha = next(self._matching("alpha_pattern", path), self.config.lora_alpha)
+        alpha = next(_matching(self._alphas, path), self.config.lora_alpha)
         return alpha / (math.sqrt(r) if self.config.use_rslora else r)
-
-    def _matching(self, key: str, path: str) -> Iterator[float]:
-        """Yield the values of patterns that match a path."""
-        for pattern, value in self._patterns[key]:
-            if pattern.matches(path):
-                yield value
-
-    @cached_property
-    def _patterns(self) -> Mapping[str, Sequence[tuple[Pattern, float]]]:
-        file = self.folder / ADAPTER_CONFIG
-        values_by_key = {key: getattr(self.config, key) or {} for key in ("rank_pattern", "alpha_pattern")}
-        return {
-            key: list(zip(patterns(f"{file}: {key}", values), values.values(), strict=True))
-            for key, values in values_by_key.items()
-        }
 
     def read(self, key: str) -> Tensor:
         """Read a tensor by its key without `PREFIX`. Raises `UserError` if a value is not finite."""
@@ -176,34 +160,13 @@ class PeftFolder:
         return values
 
     def is_zero(self, pair: Pair) -> bool:
-        """Whether both matrices of a pair are zero: such a pair never trains, and exports have some for layers without
-        an adapter.
+        """Whether both matrices of a pair are zero. Such a pair never trains; exports have some for layers without an
+        adapter.
         """
         handle, keys = _opened(self.folder)
         first = handle.get_slice(keys[f"{pair.key}.lora_A.weight"])[:1]
         kinds = "AB"
         return not first.any() and not any(self.read(f"{pair.key}.lora_{kind}.weight").any() for kind in kinds)
-
-    def _check_layers(self) -> None:
-        """Check that PEFT would not ignore adapters of layers that the configuration leaves out. Raises `UserError`."""
-        given, names = self.config.layers_to_transform, self.config.layers_pattern or r"[^.]*"
-        layer_patterns = patterns(
-            f"{self.folder / ADAPTER_CONFIG}: layers_pattern", [names] if isinstance(names, str) else names
-        )
-        if given is None or given == []:
-            return
-        layers = {given} if isinstance(given, int) else set(given)
-        for pair in self.pairs:
-            numbers = (pattern.layer(pair.path) for pattern in layer_patterns)
-            number = next((number for number in numbers if number is not None), None)
-            if number is not None and number not in layers:
-                raise UserError.at(
-                    f"{self.folder / ADAPTER_CONFIG}: layers_to_transform",
-                    found=f"{shown(given)} beside an adapter of {pair.path}",
-                    expected="adapters of these layers alone",
-                    because="PEFT ignores all others",
-                    fix=_RESTORE,
-                )
 
 
 class Pattern:
@@ -215,31 +178,19 @@ class Pattern:
         self._where, self._text, is_name = where, text, _NAME.fullmatch(text) is not None
         if len(text) > MAX_CHARACTERS:
             raise self._unsupported(f"more than {MAX_CHARACTERS} characters")
-        # Most patterns are names, which `re` compiles and matches faster, and most differ from a path in the last part.
+        # Most patterns are names, which `re` compiles and matches faster, and most differ from a path in the last word.
         self._end = text.rpartition(".")[2] if is_name else ""
-        self._compile = re.compile if is_name else regex.compile
-        self._limit = {} if is_name else {"timeout": _MATCH_S}
+        compiling: Any = re.compile if is_name else regex.compile
+        limit = {} if is_name else {"timeout": _MATCH_S}
         try:
-            self._path: Any = self._compile(rf"(?:.*\.)?(?:{text})")
+            self._match: Callable[[str], object] = partial(compiling(rf"(?:.*\.)?(?:{text})").fullmatch, **limit)
         except regex.error as error:
             raise self._unsupported(str(error)) from None
 
     def matches(self, path: str) -> bool:
         """Whether it matches the end of a path."""
-        return path.endswith(self._end) and self._found(self._path.fullmatch, path) is not None
-
-    def layer(self, path: str) -> int | None:
-        """The number after what it matches in a path, if there is one."""
-        found = self._found(self._with_layer.match, path)
-        return int(found["layer"]) if found else None
-
-    @cached_property
-    def _with_layer(self) -> Any:
-        return self._compile(rf"(?:.*?\.)?(?:{self._text})\.(?P<layer>[0-9]{{1,9}})\.")
-
-    def _found(self, match: Any, path: str) -> Any:
         try:
-            return match(path, **self._limit)
+            return path.endswith(self._end) and self._match(path) is not None
         except TimeoutError:
             raise self._unsupported(f"more than {_MATCH_S:g} s for {path}") from None
 
@@ -248,12 +199,16 @@ class Pattern:
         return UserError.at(self._where, found=found, expected="a regular expression", fix=fix)
 
 
-def patterns(where: str, texts: Iterable[str]) -> list[Pattern]:
-    """The patterns at a place of `adapter_config.json`. Raises `UserError`."""
-    texts = list(texts)
-    if len(texts) > MAX_PATTERNS:
-        raise UserError.at(where, found=f"{len(texts)} patterns", expected=f"at most {MAX_PATTERNS}", fix=_RESTORE)
-    return [Pattern(where, text) for text in texts]
+def patterns(where: str, values: Mapping[str, T]) -> list[tuple[Pattern, T]]:
+    """The patterns at a place of `adapter_config.json` with their values. Raises `UserError`."""
+    if len(values) > MAX_PATTERNS:
+        raise UserError.at(where, found=f"{len(values)} patterns", expected=f"at most {MAX_PATTERNS}", fix=_RESTORE)
+    return [(Pattern(where, text), value) for text, value in values.items()]
+
+
+def _matching(patterns: Iterable[tuple[Pattern, T]], path: str) -> Iterator[T]:
+    """Yield the values of patterns that match a path."""
+    return (value for pattern, value in patterns if pattern.matches(path))
 
 
 def has_adapter(folder: Path) -> bool:
@@ -324,12 +279,12 @@ def _handle(path: Path, _: tuple[int, int]) -> tuple[Any, Mapping[str, str]]:
 
 def _opened(folder: Path) -> tuple[Any, Mapping[str, str]]:
     path = folder / ADAPTER_WEIGHTS
-    found = path.stat()
-    return _handle(path, (found.st_mtime_ns, found.st_size))
+    status = path.stat()
+    return _handle(path, (status.st_mtime_ns, status.st_size))
 
 
 def _tensors(folder: Path) -> tuple[tuple[Pair, ...], dict[str, tuple[int, ...]]]:
-    """Return the pairs of a folder, and the shapes of its other tensors. Raises `UserError`."""
+    """Return the adapters of a folder, and the shapes of its other tensors. Raises `UserError`."""
     (handle, keys), path = _opened(folder), folder / ADAPTER_WEIGHTS
     whole, halves = dict[str, tuple[int, ...]](), dict[str, dict[str, tuple[int, ...]]]()
     for name, key in keys.items():

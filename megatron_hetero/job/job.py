@@ -115,6 +115,7 @@ class JobSpec:
         _require_modules(config, shapes)
         shapes = with_adapters(shapes, config.modules, config.train.seed)
         _require_experts(config, shapes)
+        _require_used_rate(config, shapes)
         frozen = Frozen.of(shapes, model.freeze, model.train)
         _require_trained_projectors(config, shapes, frozen)
         texts = {name: row.parallel for name, row in config.modules.items() if row.parallel}
@@ -310,6 +311,17 @@ def _require_trained_projectors(config: Config, shapes: ModelShapes, frozen: Fro
     if rate is not None and frozen.parts.issuperset(projectors):
         why, fix = f"model.freeze and model.train leave {', '.join(projectors)} frozen", "remove it, or train one"
         raise unused("optimizer.lr_projector", rate, why, fix)
+
+
+def _require_used_rate(config: Config, shapes: ModelShapes) -> None:
+    """Check that `optimizer.lr` has an effect: on modules or projectors without a rate, or on how `optimizer.min_lr`
+    scales. Raises `UserError`.
+    """
+    optimizer = config.optimizer
+    others_set = optimizer.lr_projector is not None and all(config.module(name).lr for name in shapes.modules)
+    if others_set and not optimizer.min_lr and "lr" in optimizer.given:
+        why = "all modules and projectors have other learning rates"
+        raise unused("optimizer.lr", optimizer.lr, why, "remove it, or one of theirs")
 
 
 def _require_experts(config: Config, shapes: ModelShapes) -> None:

@@ -89,7 +89,7 @@ def adapter_tensors(shapes: ModelShapes, trained: Collection[str]) -> frozenset[
         fused = _fused(modules, shapes)
         for whole in contents.whole:
             for name in whole.tensors:
-                found |= set(fused[name].parts) if name in fused else {name}
+                found |= set(fused[name].matrices) if name in fused else {name}
     return frozenset(found)
 
 
@@ -196,7 +196,7 @@ def saved_whole(module: str, shapes: ModelShapes, names: Collection[str]) -> fro
     for owner, (inside, chosen) in _owners(module, shapes, names).items():
         if _refusal(owner, inside, chosen, module, shapes, adapters) is None:
             found |= chosen
-    found |= {part for name, fused in fused_of(module, shapes).items() if name in found for part in fused.parts}
+    found |= {part for name, fused in fused_of(module, shapes).items() if name in found for part in fused.matrices}
     return frozenset(found.intersection(names))
 
 
@@ -205,7 +205,7 @@ def _owners(module: str, shapes: ModelShapes, names: Collection[str]) -> dict[st
     fused tensors are in place of their parts.
     """
     fused = fused_of(module, shapes)
-    fused_name = {part: name for name, each in fused.items() for part in each.parts}
+    fused_name = {part: name for name, each in fused.items() for part in each.matrices}
     stored = dict.fromkeys(fused_name.get(name, name) for name in tensors_of(module, shapes, in_folder=True))
     chosen = {fused_name.get(name, name) for name in names}
     owners = dict.fromkeys(name.rpartition(".")[0] for name in stored if name in chosen)
@@ -290,7 +290,7 @@ def _sizes(
     for whole in contents.whole:
         for name, key in whole.tensors.items():
             sizes[key] = fused[name].shape(False) if name in fused else stored[name]
-            dtypes[key] = dtype_of(*(fused[name].parts if name in fused else (name,)))
+            dtypes[key] = dtype_of(*(fused[name].matrices if name in fused else (name,)))
     return sizes, dtypes
 
 

@@ -252,7 +252,7 @@ def model_writer(
                 tensors |= tensors_of(module, shapes, in_folder=True)
                 names |= _published_names(module, shapes)
                 fused |= fused_of(module, shapes)
-            parts = {part for found in fused.values() for part in found.parts}
+            parts = {part for found in fused.values() for part in found.matrices}
             alone = [name for name in tensors if name not in parts]
             of_parts = dict.fromkeys(tensors, dtype) if isinstance(dtype, torch.dtype) else dtype
             # Fused tensors last: a run exports experts behind all other tensors of a stage.
@@ -260,7 +260,7 @@ def model_writer(
             sizes |= {names[name]: found.shape(transposed) for name, found in fused.items()}
             dtypes = {names[name]: of_parts[name] for name in alone}
             for name, found in fused.items():
-                dtypes[names[name]] = reduce(torch.promote_types, {of_parts[part] for part in found.parts})
+                dtypes[names[name]] = reduce(torch.promote_types, {of_parts[part] for part in found.matrices})
             copies, files = source.unchanged if TEXT in modules else {}, companions[modules[-1]]
             sizes, dtypes = copies | sizes, dtypes | {name: source.dtype(name) for name in copies}
             writer = stack.enter_context(folder_writer(place, sizes, dtypes, files, limit))

@@ -110,23 +110,17 @@ def test_patterns_match_as_in_peft() -> None:
 @pytest.mark.parametrize("text", ["(", "a)", "a**", r"(a)\2", "[z-a]", "a{3,1}", "[", "a" * 300])
 def test_patterns_that_are_refused(text: str) -> None:
     with pytest.raises(UserError, match=f"here: found {re.escape(repr(text)[:20])}"):
-        patterns("here", ["q_proj", text])
+        patterns("here", {"q_proj": 1, text: 1})
 
 
 def test_patterns_take_no_long_time() -> None:
     paths = [f"{LAYER}.{n}.self_attn.{name}_proj" for n in range(20) for name in "qkvo"]
-    many = patterns("here", (f"{LAYER}.{n}.self_attn.{name}_proj" for n in range(1000) for name in "qkvo"))
+    many = patterns("here", {f"{LAYER}.{n}.self_attn.{name}_proj": 1 for n in range(1000) for name in "qkvo"})
     start = time.process_time()
-    assert sum(each.matches(path) for path in paths for each in many) == 80
+    assert sum(each.matches(path) for path in paths for each, _ in many) == 80
     assert time.process_time() - start < 10
     with pytest.raises(UserError, match="here: found .*more than 1 s for model"):
         Pattern("here", r"(.|\w|[^x])*[!-&]").matches(paths[0])
-
-
-def test_the_layer_that_a_pattern_finds() -> None:
-    assert Pattern("here", "(layers|blocks)").layer("model.layers.3.experts.5.a") == 3
-    assert Pattern("here", "[^.]*").layer("visual.blocks.12.attn.qkv") == 12
-    assert Pattern("here", "blocks").layer("model.layers.3.a") is None
 
 
 def test_which_folders_are_some(tmp_path: Path) -> None:

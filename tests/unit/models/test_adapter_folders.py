@@ -213,7 +213,6 @@ def adapter(bases: Bases, tmp_path: Path) -> Path:
         ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens: found"),
         ({"base_model_name_or_path": "unsloth/Qwen2.5-VL-7B-Instruct-bnb-4bit"}, "found the quantised model"),
         ({"base_model_name_or_path": "/models/Qwen2.5-VL-7B-Instruct-AWQ/"}, "found the quantised model"),
-        ({"layers_to_transform": [7]}, r"layers_to_transform: found \[7\] beside an adapter of model\.language"),
         ({"r": 5}, r"q_proj: found rank 5 in adapter_config\.json beside matrices of rank 4"),
         ({"r": 5, "rank_pattern": {"q_proj": 2}}, "found rank 2 in"),
         ({"r": "4"}, r"Expected `int`, got `str` - at `\$\.r`"),
@@ -227,9 +226,6 @@ def adapter(bases: Bases, tmp_path: Path) -> Path:
         ({"alpha_pattern": {"(": 3}}, "alpha_pattern: found '\\(' .*, expected a regular expression"),
         ({"rank_pattern": {"q" * 300: 4}}, "rank_pattern: found .* \\(more than 256 characters"),
         ({"rank_pattern": {f"q{n}": 4 for n in range(5000)}}, "rank_pattern: found 5000 patterns, expected at most"),
-        ({"layers_to_transform": [0], "layers_pattern": "["}, "layers_pattern: found .*, expected"),
-        ({"layers_to_transform": [7], "layers_pattern": "(layers|blocks)"}, r"layers_to_transform: found \[7\] beside"),
-        ({"layers_to_transform": [True]}, r"got `bool` - at `\$\.layers_to_transform"),
         ({"use_rslora": "no"}, r"got `str` - at `\$\.use_rslora`"),
     ],
 )  # fmt: skip
@@ -241,7 +237,6 @@ def test_configurations(bases: Bases, adapter: Path, values: dict[str, Any], mes
     "values",
     [
         {"rank_pattern": {"bias": 4, "q_proj": 4}, "alpha_pattern": {"use_dora": 3}},
-        {"layers_to_transform": [0, 1], "layers_pattern": "(layers|blocks)"},
     ],
 )
 def test_configurations_that_are_taken(bases: Bases, adapter: Path, values: dict[str, Any]) -> None:
