@@ -24,7 +24,7 @@ try:
 except (ImportError, SyntaxError) as error:
     sys.exit(f"error: {error}. Run `make venv`, and start this with .venv/bin/python (Python 3.11 or newer).")
 
-# torch and Megatron-Core are imported where they are used: a signal handler should not wait for them.
+# torch and Megatron-Core are imported where they are used, so that signal handlers are set first.
 if TYPE_CHECKING:
     from megatron_hetero.groups.platform import Platform
     from megatron_hetero.groups.watchdog import Watchdog
@@ -52,9 +52,10 @@ def main(argv: Sequence[str]) -> None:
 def build_trainer(
     job: JobSpec, platform: Platform, weights: Mapping[str, WeightSource], watchdog: Watchdog, *, check: bool = True
 ) -> Trainer:
-    """Build this rank's parts of the modules, each in its own layout, and their optimizers.
+    """Build this rank's stages of the modules, each in its own layout, and their optimizer.
 
-    `weights`: by module. `check`: whether ranks compare what they build, and test their groups. Raises `UserError`.
+    `weights`: sources of weights by module. `check`: whether ranks compare what they build, and test their groups.
+    Raises `UserError`.
     """
     from megatron_hetero import Runner, build
     from megatron_hetero.groups.watchdog import Stopwatch
@@ -63,29 +64,27 @@ def build_trainer(
     from megatron_hetero.train.trainer import Trainer
 
     prepare(job, platform)
-    # Process groups along the axes of each layout, and for the rows that cross between modules.
+    # Process groups along the axes of each layout, and for rows that cross between modules.
     topology = build(
         job.graph,
         job.layouts,
         platform=platform,
-        tied=job.tied,
-        interleaved=job.interleaved,
-        exchanging=job.exchanging,
+        needs=job.needs,
         decoding=tuple(job.shapes.encoders),
-        megatron=(),  # The schedule, the norm and the embedding's gradients are ours.
-        planned=False,  # The loader plans boundaries, on each rank alike.
+        megatron=(),  # None of Megatron's schedules and optimizers is used.
+        planned=False,  # The loader plans boundaries, equally on each rank.
         check=check,
         watchdog=watchdog,
     )
     modules = build_modules(job, topology, weights, check=check)
-    # For all modules: their gradients have one norm and one clip.
+    # One for all modules: their gradients have one norm, by which they are clipped.
     optimizer = build_optimizer(job, topology, modules)
     runner = Runner(topology, on_rank(job, modules), optimizer=optimizer, watch=Stopwatch(platform), check=False)
     return Trainer(job, topology, optimizer, runner, StepProfiler(job.config, topology, optimizer.wait_for_weights))
 
 
 def build_run(config: Config, platform: Platform) -> Run:
-    """Build a run on this rank, up to the checkpoint that it resumes from.
+    """Build a run on this rank, and load the checkpoint that it resumes from.
 
     Raises `UserError` for anything that the user can fix, before anything is written.
     """
@@ -102,13 +101,13 @@ def build_run(config: Config, platform: Platform) -> Run:
     trainer = build_trainer(job, platform, inputs.weights, watchdog)
     loader = StepLoader.of(job, inputs.mixture, inputs.processor, trainer.topology)
     resumed, writer, saver = resume_run(trainer, inputs)
-    inputs = replace(inputs, weights={})  # Their files would stay mapped.
+    inputs = replace(inputs, weights={})  # Otherwise their files would stay mapped.
     return Run(trainer=trainer, inputs=inputs, loader=loader, resumed=resumed, writer=writer, saver=saver)
 
 
 def train(config: Config, platform: Platform, request: StopRequest) -> bool:
-    """Build the run, train and evaluate it, and export the model. Returns whether it finished, rather than being asked
-    to stop. Raises `UserError`, after saving what was trained if possible.
+    """Build the run, train and evaluate, and export the model. Returns whether it finished, False if it was asked to
+    stop. Raises `UserError`, if possible after saving what was trained.
     """
     run = build_run(config, platform)
 

@@ -70,10 +70,10 @@ class PhaseWatch(Stopwatch):
         self.last: dict[str, float] = {}
 
     @contextlib.contextmanager
-    def part(self, name: str, label: str = "") -> Iterator[None]:
+    def lap(self, name: str, label: str = "") -> Iterator[None]:
         if self.meter is not None:
             self.meter.phase = name
-        with super().part(name, label):
+        with super().lap(name, label):
             yield
         if self.meter is not None:
             self.meter.phase = ""

@@ -2,15 +2,14 @@
 
     python -m megatron_hetero.run --nproc-per-node 8 pretrain_vlm.py --config FILE ...
 
-Our programs report once why they exit. The launcher adds nothing to that, nor to a requested stop; for a rank that dies
-silently it prints one line. A scheduler starts a failed run again (examples/slurm/requeue.sbatch). SIGUSR1 is forwarded
-to the ranks too. The exit status:
+Our programs report once why they exit. The launcher adds one line only for a rank that dies silently. Restarts are left
+to the scheduler (examples/slurm/requeue.sbatch). SIGUSR1 is forwarded to the ranks too. Exit status:
 
     0      the ranks finished
-    70     a rank failed with an exception, hung, or lost another one: another start may succeed (EX_SOFTWARE)
-    75     they were asked to stop and have saved: the same command resumes (EX_TEMPFAIL of sysexits.h)
+    70     a rank failed with an exception, hung, or lost another one: the next start may succeed (EX_SOFTWARE)
+    75     the ranks stopped and saved on request: the same command resumes (EX_TEMPFAIL of sysexits.h)
     128+n  ended by signal n: 130 is Ctrl-C
-    other  status of the first rank that failed, 1 for a user error; 128+n if signal n killed it
+    other  status of the first rank that failed: 1 for a user error, 128+n if signal n killed it
 
 `LOGLEVEL=WARNING` restores torchrun's own logging.
 """
@@ -30,21 +29,19 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_hetero.base.environment import LAUNCHER
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.groups.launch import FINAL, STOPPED_FILE, connect, ended, hide_stack_traces, join
+from megatron_hetero.groups.launch import FAILED, STOPPED_FILE, connect, ended, hide_stack_traces, join
 
-# torch is imported in `main`: it takes seconds that Ctrl-C may interrupt.
+# torch is imported in `main`, so that Ctrl-C may interrupt the seconds that this takes.
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-FAILED = 70
-"""Exit status of ranks that failed for a reason that may be gone at the next start."""
 STOPPED = 75
 """Exit status of ranks that stopped and saved on request."""
 _JOIN_S = 600
-"""Seconds for all hosts to join, unless `--rdzv-conf timeout` is given; torch's default."""
+"""Default time-out in seconds for all hosts to join, as in torch (`--rdzv-conf timeout`)."""
 _PORT = 29500
-"""The port of the first of several hosts, unless given; torch's default."""
+"""Default port of the first of several hosts, as in torch."""
 _LOGGERS = (
     "torch.distributed.run",
     "torch.distributed.elastic.agent.server.api",
@@ -68,11 +65,11 @@ def _launch(arguments: Sequence[str] | None) -> int:
     parser.epilog = f"Unlike torchrun's, the default of --signals-to-handle here is {signals}."
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        if options.redirects == options.tee == "0":  # Nothing of use is written there.
+        if options.redirects == options.tee == "0":  # torchrun would leave empty folders behind.
             options.log_dir = options.log_dir or folder
         stopped = Path(folder) / "stopped"
         os.environ[STOPPED_FILE] = str(stopped)
-        # Until the end: a store exists as long as its object.
+        # The store must exist until the end.
         store = _store(torchrun, options)
         status = _run(torchrun, options)
         if stopped.exists() and (status == 0 or status > 128):
@@ -82,8 +79,8 @@ def _launch(arguments: Sequence[str] | None) -> int:
 
 
 def _signals_to_handle() -> str:
-    """The signals forwarded to the ranks: torchrun's own, and a scheduler's warning. nohup ignores SIGHUP, which
-    torchrun would undo.
+    """The signals forwarded to the ranks: torchrun's, and SIGUSR1, with which schedulers warn. Under nohup SIGHUP is
+    left out, since torchrun would no longer ignore it.
     """
     hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     passed = (signal.SIGTERM, signal.SIGINT, *hangup, signal.SIGQUIT, signal.SIGUSR1)
@@ -91,7 +88,7 @@ def _signals_to_handle() -> str:
 
 
 def _import_torchrun() -> Any:
-    """`torch.distributed.run`, without its log messages: how ranks end is reported here."""
+    """`torch.distributed.run` without its log messages."""
     hide_stack_traces()
     from torch.distributed import run
 
@@ -102,7 +99,7 @@ def _import_torchrun() -> Any:
 
 
 def _store(torchrun: Any, options: argparse.Namespace) -> dist.Store | None:
-    """The store that hosts meet in, once all have joined; None if torchrun makes its own. Raises `UserError`."""
+    """The store of all hosts, once they have joined; None if torchrun creates its own. Raises `UserError`."""
     from torch.distributed import TCPStore
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
@@ -117,7 +114,7 @@ def _store(torchrun: Any, options: argparse.Namespace) -> dist.Store | None:
         raise UserError.at("--nproc-per-node", found=found, expected=expected, fix="correct or remove it")
     named = options.rdzv_endpoint or options.master_port is not None or options.master_addr != "127.0.0.1"
     if config.max_nodes == 1 and not named:
-        # At a free port of the loopback interface: torchrun's own listens on all interfaces.
+        # At a free port of the loopback interface: torchrun's store would listen on all interfaces.
         server = socket.create_server(("127.0.0.1", 0))
         port = server.getsockname()[1]
         options.standalone, options.rdzv_endpoint = False, f"127.0.0.1:{port}"
@@ -146,7 +143,7 @@ def _run(torchrun: Any, options: argparse.Namespace) -> int:
         found = f"{type(error).__name__}, {error}".splitlines()[0].rstrip(".")
         print(f"{socket.gethostname()} lost the store of the hosts: {found}", file=sys.stderr)
         return FAILED
-    except ValueError as error:  # An option that torchrun reads only now.
+    except ValueError as error:  # from an option that torchrun reads late
         raise UserError.at(LAUNCHER, problem=str(error).rstrip("."), fix="see --help") from None
     return 0
 
@@ -154,10 +151,7 @@ def _run(torchrun: Any, options: argparse.Namespace) -> int:
 def _status_of(error: ChildFailedError) -> int:
     """The exit status of failed ranks. Reports the first one if it has not done so itself."""
     rank, failure = error.get_first_failure()
-    if isinstance(failure.message, dict):  # The rank has reported its error.
-        if failure.exitcode == 1 and not failure.message.get("extraInfo", {}).get(FINAL):
-            return FAILED
-    else:
+    if not isinstance(failure.message, dict):  # The rank has not reported its error.
         how = f"exited with status {failure.exitcode}"
         if failure.exitcode < 0:
             more = ", possibly out of memory" if failure.exitcode == -signal.SIGKILL else ""

@@ -1,10 +1,10 @@
 """Names of Megatron-Core, and private names of PyTorch, that the package uses.
 
-    python -m tools.names              # those that the installed versions lack
-    python -m tools.names --list       # all, with the files that use them
+    python -m tools.names              # names that the installed versions lack
+    python -m tools.names --list       # all names, with the files that use them
     python -m tools.names --package DIR --list
 
-A release that renames one breaks us without notice, so `make test-versions` looks for each of them in each row.
+A release that renames one breaks this package, so `make test-versions` looks for each name in each row.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ADAPTER = "megatron_hetero.groups.megatron"
 CORE = "megatron.core"
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
-# What is read of objects, or given by keyword, which syntax does not show.
+# Attributes of objects and keyword arguments that the package uses: syntax does not show whose they are.
 MEMBERS = {
     f"{CORE}.distributed.DistributedDataParallel": "ddp_config finish_grad_sync zero_grad_buffer",
     f"{CORE}.extensions.transformer_engine_spec_provider.TESpecProvider": (
@@ -89,18 +89,18 @@ def names(package: Path) -> dict[str, list[str]]:
     for owner, members in MEMBERS.items():
         for name in members.split():
             found.setdefault(f"{owner}.{name}", set())
-    # A module or class of which only parts are used is not named itself.
+    # A module or class is left out if only its members are used.
     return {full: sorted(found[full]) for full in sorted(found) if not any(n.startswith(f"{full}.") for n in found)}
 
 
 def missing(wanted: list[str]) -> list[str]:
-    """Those of the full names that the installed packages lack."""
+    """The full names that the installed packages lack."""
     return [name for name in wanted if not _exists(name)]
 
 
 def is_private(name: str) -> bool:
-    """Whether a part of it begins with an underscore."""
-    return any(part.startswith("_") for part in name.split("."))
+    """Whether a component of a dotted name begins with an underscore."""
+    return any(component.startswith("_") for component in name.split("."))
 
 
 def _counts(full: str) -> bool:
@@ -112,7 +112,7 @@ def _module(package: Path, path: Path) -> str:
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Local and full names of what a file imports, at its top or in functions."""
+    """Yield local and full names of everything that a file imports, at its top or in functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for name in node.names:

@@ -1,5 +1,5 @@
-"""Records what versions of Transformer Engine have of what Megatron-Core takes from it, for the stand-in in
-`tests/support/stand_ins`: names, and parameters of the methods that the stand-in has.
+"""Records, for the stand-in in `tests/support/stand_ins`, which names that Megatron-Core uses exist in which version of
+Transformer Engine, and the parameters of the methods that the stand-in has.
 
     pip download --no-deps -d WHEELS transformer-engine==2.20.2 megatron-core==0.19.2       # and each other version
     python -m tools.te_signatures WHEELS
@@ -40,22 +40,22 @@ def taken(megatron: Modules) -> Iterator[str]:
 
 
 def place(dotted: str, known: set[str]) -> str:
-    """`module:name`, the longest of the `known` modules at the head of a dotted name and what follows it."""
-    parts = dotted.split(".")
-    length = max(n for n in range(1, len(parts) + 1) if ".".join(parts[:n]) in known)
-    return f"{'.'.join(parts[:length])}:{''.join(parts[length : length + 1])}"
+    """A dotted name as `module:name`, with the longest of the `known` modules."""
+    names = dotted.split(".")
+    length = max(n for n in range(1, len(names) + 1) if ".".join(names[:n]) in known)
+    return f"{'.'.join(names[:length])}:{''.join(names[length : length + 1])}"
 
 
-def found(engine: Modules, place: str) -> str | None:
-    """Parameters of a method, "" for another name or a module, None where there is no such thing."""
+def signature(engine: Modules, place: str) -> str | None:
+    """The parameters of a method, an empty text for another name or a module, None if it does not exist."""
     module, _, name = place.partition(":")
     if module not in engine or (name and "." not in name and name not in _names(engine, module)):
         return None
     if "." not in name:
         return ""
     node: ast.AST = engine[module]
-    for part in name.split("."):
-        node = next(child for child in ast.iter_child_nodes(node) if getattr(child, "name", "") == part)
+    for inner in name.split("."):
+        node = next(child for child in ast.iter_child_nodes(node) if getattr(child, "name", "") == inner)
     assert isinstance(node, ast.FunctionDef)
     for argument in ast.walk(node.args):
         if isinstance(argument, ast.arg):
@@ -64,7 +64,7 @@ def found(engine: Modules, place: str) -> str | None:
 
 
 def _names(engine: Modules, module: str) -> set[str]:
-    """Names that a module binds, those of imports with a star included."""
+    """Names that a module binds, including names of star imports."""
     names: set[str] = set()
     for node in ast.walk(engine.get(module) or ast.Module([], [])):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -72,7 +72,7 @@ def _names(engine: Modules, module: str) -> set[str]:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
         elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
-            # Such imports are in packages, from modules of theirs.
+            # Star imports are in packages, from their submodules.
             names |= _names(engine, f"{module}.{node.module}" if node.level else f"{node.module}")
         elif isinstance(node, ast.ImportFrom):
             names |= {alias.asname or alias.name for alias in node.names}
@@ -80,7 +80,7 @@ def _names(engine: Modules, module: str) -> set[str]:
 
 
 def record(folder: Path, stand_in: Path) -> dict[str, dict[str, str | None]]:
-    """What each name was in the first version that changed it, of the wheels in a folder, as `found` has it."""
+    """The `signature` of each name in each version, of the wheels in a folder, in which it changed."""
     engines: dict[str, Modules] = {}
     dotted: set[str] = set()
     for wheel in sorted(folder.glob("*.whl"), key=lambda wheel: parse_wheel_filename(wheel.name)[1]):
@@ -97,7 +97,7 @@ def record(folder: Path, stand_in: Path) -> dict[str, dict[str, str | None]]:
     for name in sorted(places):
         last = None
         for version, engine in engines.items():
-            if (now := found(engine, name)) != last:
+            if (now := signature(engine, name)) != last:
                 result.setdefault(name, {})[version] = last = now
     return result
 

@@ -109,7 +109,7 @@ def seconds(work: Callable[[], Any], platform: Platform, rounds: int = 7) -> flo
         if turn == 2:
             platform.synchronize()
             watch.read()
-        with watch.part("work"):
+        with watch.lap("work"):
             work()
     platform.synchronize()
     return median(watch.read()["work"])

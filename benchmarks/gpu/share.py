@@ -127,8 +127,8 @@ class _Phases(Stopwatch):
     """The program's stopwatch, which tells forward from backward."""
 
     @contextlib.contextmanager
-    def part(self, name: str, label: str = "") -> Iterator[None]:
-        with super().part(_phase(name, label), label):
+    def lap(self, name: str, label: str = "") -> Iterator[None]:
+        with super().lap(_phase(name, label), label):
             yield
 
 
@@ -170,13 +170,13 @@ class RankOnDevice:
         trainer, platform = self.trainer, self.trainer.topology.platform
         platform.synchronize()
         start = time.perf_counter()
-        with self.watch.part("zero gradients"):
+        with self.watch.lap("zero gradients"):
             trainer.optimizer.zero_grad()
         loss = trainer.runner.run(trainer.job.schedule, self._load).loss
         issued = time.perf_counter() - start
-        with self.watch.part("gradient sums"):
+        with self.watch.lap("gradient sums"):
             trainer.optimizer.reduce(loss, loss_counts_here=trainer.counts_loss).read()
-        with self.watch.part("update"):
+        with self.watch.lap("update"):
             trainer.optimizer.update(1.0 / self.batch.supervised, 1)
         platform.synchronize()
         seconds = time.perf_counter() - start

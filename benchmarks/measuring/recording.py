@@ -35,9 +35,9 @@ class ActionWatch(Stopwatch):
         """Text of the action, start and end by `time.perf_counter`, which processes of one machine share."""
 
     @contextlib.contextmanager
-    def part(self, name: str, label: str = "") -> Iterator[None]:
+    def lap(self, name: str, label: str = "") -> Iterator[None]:
         start = time.perf_counter()
-        with super().part(name, label), self._followed(label):
+        with super().lap(name, label), self._followed(label):
             yield
         self.spans.append((label, start, time.perf_counter()))
 

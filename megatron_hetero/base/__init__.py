@@ -1,1 +1,1 @@
-"""Errors, files, locks, the terminal and the environment: what any room may use."""
+"""Errors, files, locks, the terminal and the environment: modules that every room may import."""

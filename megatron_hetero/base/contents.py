@@ -1,4 +1,4 @@
-"""Bytes that are read later and at any place: files of this machine, objects in a store, and parts of either."""
+"""Bytes that are read later and at any offset: local files, objects in a store, and byte ranges of either."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 Version: TypeAlias = "tuple[int | str, ...]"
-"""Name, size and further values of which one changes with the bytes."""
+"""Name, size and further values, which change if the bytes change."""
 MAX_OPEN = 64
-"""Files of this machine that stay open for `StoredFile.read`."""
+"""Maximum local files that stay open for `StoredFile.read`."""
 STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "hf")
-"""Schemes that are read: others of fsspec open files of this machine and archives, or connect to any host."""
+"""Supported schemes of URLs: other ones of fsspec open local files and archives, or connect to any host."""
 _URL = re.compile(r"[^/]*://")
 _BUFFER = 1 << 16
-"""Bytes that a reader of a part asks for at a time: headers of pictures take less."""
+"""Buffer size in bytes of a reader of a byte range: more than the header of a picture."""
 
 
 class Content(Protocol):
-    """Bytes such as those of a picture. Hashable; can be pickled. As text, what messages call it."""
+    """The bytes of a picture, video or other file. Hashable and picklable; `str` names it in messages."""
 
     @property
     def label(self) -> str:
-        """A name within the data set, which does not tell where that is."""
+        """A name within the data set, regardless of where that is stored."""
         ...
 
     def open(self) -> BinaryIO:
-        """Open it for reading and seeking. Raises `OSError`."""
+        """Open the bytes for reading and seeking. Raises `OSError`."""
         ...
 
     def version(self) -> Version:
-        """A key for what is computed from the bytes. Raises `OSError`."""
+        """A cache key for values that are computed from the bytes. Raises `OSError`."""
         ...
 
 
 def is_url(name: str) -> bool:
-    """Whether a name is, or would be by its braces or chained schemes, a URL such as `s3://bucket/name`."""
+    """Whether a name is a URL such as `s3://bucket/name`, also one with braces or chained schemes."""
     return _URL.match(name) is not None
 
 
 def require_store(url: str, where: object) -> None:
-    """Check that a URL is of an object store. Raises `UserError`, naming `where` it comes from."""
+    """Check that a URL is in an object store. Raises `UserError`, naming `where` it comes from."""
     scheme = url.partition("://")[0]
     if scheme not in STORES or "::" in url:
         expected = f"the URL of an object in a store ({', '.join(STORES)})"
@@ -63,8 +63,8 @@ def require_store(url: str, where: object) -> None:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A regular file of this machine, by its path, or an object in a store, by its URL. `known`: its version, if that
-    has been read; `read` opens a file once for each.
+    """A local regular file, by its path, or an object in a store, by its URL. `known`: its version, if that has been
+    read; `read` opens a file once for each version.
     """
 
     name: str
@@ -86,29 +86,29 @@ class StoredFile:
         return open_regular(Path(self.name))
 
     def version(self) -> Version:
-        """Name, size, and time of the last change or a store's tag. Raises `OSError`."""
+        """Name, size, and modification time, or a store's tag. Raises `OSError`."""
         if self.known is not None:
             return self.known
         if is_url(self.name):
             with store(self.name) as (system, path):
-                found = system.info(path)
-            tags = (str(found[key]) for key in ("ETag", "etag", "LastModified", "mtime", "updated") if found.get(key))
-            return self.name, int(found["size"]), next(tags, "")
+                info = system.info(path)
+            tags = (str(info[key]) for key in ("ETag", "etag", "LastModified", "mtime", "updated") if info.get(key))
+            return self.name, int(info["size"]), next(tags, "")
         status = Path(self.name).stat()
         return self.name, status.st_size, status.st_mtime_ns
 
     def read(self, start: int, size: int) -> bytes:
-        """So many bytes from `start`; fewer at the end. Raises `OSError`."""
+        """Read `size` bytes from `start`, or fewer at the end of the file. Raises `OSError`."""
         if is_url(self.name):
             with store(self.name) as (system, path):
                 return system.cat_file(path, start=start, end=start + size) if size else b""
-        # Referred to until it has been read: another thread may drop it from the cache, which then closes its file.
+        # This reference keeps the file open: another thread may drop it from the cache meanwhile.
         handle = _cached(self)
         return os.pread(handle.descriptor, size, start)
 
 
 class _Handle:
-    """An open file, closed when nobody refers to it."""
+    """An open file, which is closed when the last reference to it is gone."""
 
     def __init__(self, file: StoredFile) -> None:
         with file.open() as opened:
@@ -124,8 +124,8 @@ _cached = lru_cache(maxsize=MAX_OPEN)(_Handle)
 
 @contextlib.contextmanager
 def store(url: str) -> Generator[tuple[Any, str]]:
-    """The file system of fsspec for a URL, and the path in it. Raises `UserError` for other schemes than `STORES` and
-    without fsspec's driver; inside, a driver's errors become `OSError`s.
+    """Yield the file system of fsspec for a URL, and the path in it. Raises `UserError` for a scheme that is not in
+    `STORES`, and if fsspec lacks the driver. Inside, errors of a driver become `OSError`s.
     """
     require_store(url, "a data set")
     try:
@@ -145,8 +145,8 @@ def store(url: str) -> Generator[tuple[Any, str]]:
 
 
 @dataclass(frozen=True)
-class Part:
-    """`size` bytes of a file from `start`, such as a member of a tar file called `label`."""
+class ByteRange:
+    """The `size` bytes of a file from `start`, such as a member of a tar file; `label` is its name there."""
 
     file: StoredFile
     start: int
@@ -157,21 +157,21 @@ class Part:
         return f"{self.label} in {self.file}"
 
     def open(self) -> BinaryIO:
-        """Open it for reading and seeking. Raises `OSError` when read beyond the end of the file."""
-        return cast(BinaryIO, io.BufferedReader(_PartReader(self), _BUFFER))
+        """Open it for reading and seeking. Reading beyond the end of the file raises `OSError`."""
+        return cast(BinaryIO, io.BufferedReader(_RangeReader(self), _BUFFER))
 
     def read(self) -> bytes:
-        """All bytes. Raises `OSError` if the file ends before."""
+        """Read all bytes. Raises `OSError` if the file ends before."""
         return _whole(self, self.file.read(self.start, self.size), self.size)
 
     def version(self) -> Version:
-        """The file's version, and the place in it. Raises `OSError`."""
+        """The version of the file, start and size. Raises `OSError`."""
         return *self.file.version(), self.start, self.size
 
 
-class _PartReader(io.RawIOBase):
-    def __init__(self, part: Part) -> None:
-        self._part, self._at = part, 0
+class _RangeReader(io.RawIOBase):
+    def __init__(self, range_: ByteRange) -> None:
+        self._range, self._at = range_, 0
 
     def readable(self) -> bool:
         return True
@@ -180,29 +180,29 @@ class _PartReader(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._part.size}[whence]
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._range.size}[whence]
         if start + offset < 0:
-            raise OSError(errno.EINVAL, "a place before the beginning")
+            raise OSError(errno.EINVAL, "an offset before the beginning")
         self._at = start + offset
         return self._at
 
     def readinto(self, buffer: Buffer, /) -> int:
         view = memoryview(buffer)
-        wanted = max(0, min(len(view), self._part.size - self._at))
-        view[:wanted] = _whole(self._part, self._part.file.read(self._part.start + self._at, wanted), wanted)
+        wanted = max(0, min(len(view), self._range.size - self._at))
+        view[:wanted] = _whole(self._range, self._range.file.read(self._range.start + self._at, wanted), wanted)
         self._at += wanted
         return wanted
 
 
-def _whole(part: Part, found: bytes, size: int) -> bytes:
-    if len(found) < size:
-        raise OSError(errno.EIO, "the file ends in it: it has been cut or replaced", str(part))
-    return found
+def _whole(range_: ByteRange, data: bytes, size: int) -> bytes:
+    if len(data) < size:
+        raise OSError(errno.EIO, "the file ends in it: it has been cut or replaced", str(range_))
+    return data
 
 
 @dataclass(frozen=True)
 class InMemory:
-    """Bytes in memory, with the name and the version of what they were read from."""
+    """Bytes in memory, with the name and the version of their source."""
 
     data: bytes
     name: str
@@ -213,9 +213,9 @@ class InMemory:
         return self.name
 
     def open(self) -> BinaryIO:
-        """Open them for reading and seeking."""
+        """Open the bytes for reading and seeking."""
         return io.BytesIO(self.data)
 
     def version(self) -> Version:
-        """The version of their source."""
+        """The version of the source of the bytes."""
         return self.read_as

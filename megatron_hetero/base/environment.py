@@ -1,5 +1,5 @@
-"""Environment variables: those by which torchrun, or another launcher, describes the ranks, and those of CUDA, the
-allocator and NCCL (docs/training.md, "Hardware queues", docs/schedules.md, "When a rank is stuck"). Imports no torch.
+"""Environment variables that describe ranks, as torchrun sets them, and variables of CUDA, the allocator and NCCL
+(docs/training.md, "Hardware queues", docs/schedules.md, "When a rank is stuck"). Does not import torch.
 
 CUDA reads its variables when its context is created, PyTorch's allocator on first use. Variables that the user has set,
 also by their older names, are never changed.
@@ -23,9 +23,14 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.files import replacing
 
 LAUNCHER = "python -m megatron_hetero.run"
-"""The command that starts the ranks: torchrun, with our handling of their exit."""
-MAX_PORT = 65535
-_LEAST = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}
+"""The command that starts ranks: torchrun, with another handling of their exit."""
+_RANGES = {
+    "RANK": range(10**9),
+    "LOCAL_RANK": range(10**9),
+    "WORLD_SIZE": range(1, 10**9),
+    "LOCAL_WORLD_SIZE": range(1, 10**9),
+    "MASTER_PORT": range(1, 2**16),
+}
 _FIX = f"start the ranks with {LAUNCHER} or torchrun, which set it"
 
 
@@ -35,7 +40,7 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """The number of ranks that torchrun started; 1 for a process alone."""
+    """The number of ranks; 1 for a process alone."""
     return _number("WORLD_SIZE", 1)
 
 
@@ -54,26 +59,27 @@ def resolves(address: str) -> bool:
 
 
 def _number(name: str, default: int) -> int:
-    # Errors are for `require_ranks` to report.
-    text = os.environ.get(name, "")
-    return int(text) if _is_number(text) else default
+    number = _read(name, os.environ)
+    return default if number is None else number
 
 
-def _is_number(text: str, least: int = 0, most: int = 10**9) -> bool:
-    return re.fullmatch("[0-9]{1,10}", text) is not None and least <= int(text) <= most
+def _read(name: str, environ: Mapping[str, str]) -> int | None:
+    """The value of a variable; None if it is missing or not in its range, which `require_ranks` reports."""
+    text = environ.get(name, "")
+    number = int(text) if re.fullmatch("[0-9]{1,10}", text) else -1
+    return number if number in _RANGES[name] else None
 
 
 def require_ranks(environ: Mapping[str, str] = os.environ, *, meet: bool = False) -> None:
-    """Check the variables that identify this rank, and where ranks `meet` their rendezvous. Raises `UserError`."""
+    """Check the variables that identify this rank, and with `meet` also where ranks meet. Raises `UserError`."""
     alone = "RANK" not in environ
     for name in ("WORLD_SIZE", *(("MASTER_ADDR", "MASTER_PORT") if meet else ())):
         if not alone and not environ.get(name):
             raise UserError.at(f"environment variable {name}", problem="not set, but RANK is", fix=_FIX)
-    for name, least in _LEAST.items():
-        most = MAX_PORT if name == "MASTER_PORT" else 10**9
-        if name in environ and not _is_number(environ[name], least, most):
-            found, expected = f"`{environ[name]}`", "a port" if name == "MASTER_PORT" else "a number"
-            raise UserError.at(f"environment variable {name}", found=found, expected=expected, fix=_FIX)
+    for name in _RANGES:
+        if name in environ and _read(name, environ) is None:
+            expected = "a port" if name == "MASTER_PORT" else "a number"
+            raise UserError.at(f"environment variable {name}", found=f"`{environ[name]}`", expected=expected, fix=_FIX)
     rank, size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
     if rank >= size or (size > 1 and alone):
         found, expected = f"RANK {environ.get('RANK', 'unset')} of WORLD_SIZE {size}", "ranks from 0 to WORLD_SIZE - 1"
@@ -81,7 +87,7 @@ def require_ranks(environ: Mapping[str, str] = os.environ, *, meet: bool = False
 
 
 def stay_on_host(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Have gloo and NCCL listen on the loopback interface alone if all ranks are on this host."""
+    """Restrict gloo and NCCL to the loopback interface if all ranks are on this host."""
     alone = environ.get("LOCAL_WORLD_SIZE", "1") == environ.get("WORLD_SIZE", "1")
     if alone and "lo" in (name for _, name in socket.if_nameindex()):
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -89,7 +95,7 @@ def stay_on_host(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def raise_open_files() -> None:
-    """Raise this process's soft limit of open files, often 1,024, to the hard one if permitted: gloo has a socket for
+    """Raise this process's soft limit on open files, often 1,024, to the hard limit if permitted: gloo has a socket for
     each other rank.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -97,7 +103,7 @@ def raise_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-_QUEUES, _FEW = "CUDA_DEVICE_MAX_CONNECTIONS", range(8)  # 8 is CUDA's default.
+_QUEUES, _FEW = "CUDA_DEVICE_MAX_CONNECTIONS", range(8)  # CUDA's default is 8.
 _DEFAULTS = {
     (_QUEUES,): "32",
     ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True",
@@ -108,11 +114,11 @@ _HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 
 def prepare_environment(environ: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables of CUDA and the allocator that the user has not set. Idempotent; call it before CUDA is
-    initialised. Warns on rank 0 if it is too late, or if the user of a GPU has set few hardware queues.
+    initialised. Warns on rank 0 if it is too late, or if the user has set few hardware queues for a GPU.
     """
     missing = {names[0]: value for names, value in _DEFAULTS.items() if not any(name in environ for name in names)}
     environ.update(missing)
-    environ.setdefault("TORCH_DIST_USE_NCCL2", "0")  # Schedules rest on the rules of `nccl` before PyTorch 2.15.
+    environ.setdefault("TORCH_DIST_USE_NCCL2", "0")  # Schedules rely on the rules of `nccl` before PyTorch 2.15.
     if environ.get("RANK", "0") != "0":
         return
     if missing and _cuda_is_initialized():
@@ -125,28 +131,27 @@ def prepare_environment(environ: MutableMapping[str, str] = os.environ) -> None:
     torch, queues = sys.modules.get("torch"), environ[_QUEUES]
     if queues in map(str, _FEW) and torch is not None and torch.cuda.is_available():
         found = f"{_QUEUES}={queues} makes streams wait for each other: little communication overlaps with computation"
-        warnings.warn(f"{found}. Unset it; 32 are used then", stacklevel=1)  # of this line, so that it is shown once
+        warnings.warn(f"{found}. Unset it; 32 are used then", stacklevel=1)  # for this line, so that it is shown once
 
 
 def group_timeout(timeout_s: float, environ: MutableMapping[str, str] = os.environ) -> timedelta:
-    """The time-out of process groups: longer than the `timeout_s` of the watchdog, which knows what the rank was doing;
-    a day without a watchdog (0). NCCL's heartbeat, which ends processes whose CUDA calls hang, is set to the same.
-
-    NCCL counts from the issue of an operation, which may be long before its turn.
+    """The time-out of process groups: longer than the watchdog's `timeout_s`, so that the watchdog can report what the
+    rank was doing; a day without a watchdog (0). NCCL's heartbeat, which ends processes whose CUDA calls hang, gets it
+    too. NCCL counts from when an operation is issued, which may be long before its turn.
     """
     timeout = timedelta(days=1)
     if timeout_s > 0:
-        longest = 24 * 86400  # torch counts the heartbeat in milliseconds, in 32 bits
+        longest = 24 * 86400  # torch counts the heartbeat in milliseconds, as a 32-bit integer.
         timeout = timedelta(seconds=min(max(1800.0, 1.5 * timeout_s), longest))
     environ.setdefault(_HEARTBEAT, str(int(timeout.total_seconds())))
     return timeout
 
 
 def prepare_traces(folder: Path, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Have NCCL's flight recorder write one file per rank to `folder`, which is created."""
+    """Create `folder`, and have NCCL's flight recorder write one file per rank to it."""
     if not any(name in environ for name in _TRACES):
         folder.mkdir(parents=True, exist_ok=True)
-        for path in (folder, *folder.iterdir()):  # NCCL would follow them.
+        for path in (folder, *folder.iterdir()):  # NCCL would follow a link.
             if path.is_symlink():
                 raise OSError(errno.ELOOP, f"{path.name} is a symbolic link", str(path))
         environ[_TRACES[0]] = str(folder / "rank")
@@ -155,8 +160,8 @@ def prepare_traces(folder: Path, environ: MutableMapping[str, str] = os.environ)
 def write_trace(rank: int, environ: MutableMapping[str, str] = os.environ) -> str:
     """Dump the flight recorder of this rank's NCCL operations, for `torch.distributed.flight_recorder`.
 
-    Returns a note with the file's path; empty without NCCL, without a path, or if writing fails: the caller has an
-    error to report anyway.
+    Returns a note with the file's path; an empty one without NCCL, without a path, or if writing fails, since the
+    caller has an error to report anyway.
     """
     prefix = next((environ[name] for name in _TRACES if name in environ), None)
     torch = sys.modules.get("torch")

@@ -1,4 +1,4 @@
-"""Errors that the user can fix, and how messages quote files, records and lines of programs."""
+"""Errors that the user can fix, and texts in messages: quoted files and records, lines of programs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from types import FrameType
 from typing import NamedTuple, Self
 
 MAX_QUOTED = 200
-"""Characters shown of a quoted text."""
+"""Maximum characters shown of a quoted text."""
 MAX_FOUND = 2000
-"""Characters shown of a place and of what was found there, which may be a long list."""
+"""Maximum characters shown of a place and of a found value, which may be a long list."""
 _INSTALLED = f"{Path(__file__).parents[1]}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<frozen"
-# Advice of torch and transformers to load untrusted files, which is never right here.
+# Advice in errors of torch and transformers to load untrusted files, which is never right here.
 _UNSAFE_ADVICE = re.compile(
     "weights[ _]only|safe_globals|allow_pickle|trust_remote_code|you trust|trusted source|file an issue", re.IGNORECASE
 )
@@ -40,13 +40,13 @@ class UserError(ValueError):
     def at(
         cls, where: object, *, found: str = "", expected: str = "", problem: str = "", fix: str, because: str = ""
     ) -> Self:
-        """Builds the message from its parts: either `found` and `expected`, or a `problem`.
+        """Builds the message from either `found` and `expected`, or a `problem`.
 
         Args:
             where: file, record or field the error is about, for example ``train.jsonl:12: field 'image'``.
             found: the value in the input.
             expected: the value it should have.
-            problem: what is wrong if there is no value to quote, for example ``given twice``.
+            problem: what is wrong, if there is no value to quote, for example ``given twice``.
             fix: an instruction to the user, without a full stop.
             because: why this is expected, or wrong.
         """
@@ -55,7 +55,7 @@ class UserError(ValueError):
         reason = f", because {because}" if because else ""
         stop = "" if fix.endswith(("?", "!")) else "."
         text = f"{truncated(str(where), MAX_FOUND)}: {wrong}{reason}. {fix[:1].upper()}{fix[1:]}{stop}"
-        # One line: a name with a line end in it could pass for another message.
+        # On one line: a name that contains a line end could look like another message.
         return cls(printable(text))
 
 
@@ -73,16 +73,14 @@ def quoted(text: str) -> str:
     return repr(text[:MAX_QUOTED]) + truncated(text, MAX_QUOTED)[MAX_QUOTED:]
 
 
-def truncated(text: str, most: int) -> str:
-    """The first `most` characters, and the number of the others."""
-    rest = len(text) - most
-    return text if rest <= 0 else f"{text[:most]}... and {rest} more characters"
+def truncated(text: str, limit: int) -> str:
+    """The first `limit` characters, and the number of further ones."""
+    rest = len(text) - limit
+    return text if rest <= 0 else f"{text[:limit]}... and {rest} more characters"
 
 
 def in_short(error: BaseException) -> str:
-    """Type and text of a library's exception, for a message: one line, truncated, without advice to load untrusted
-    files.
-    """
+    """Type and text of a library's exception on one truncated line, without advice to load untrusted files."""
     sentences = re.split(r"(?<=[.!?:])\s+|\n", str(error))
     text = " ".join(" ".join(s.split()) for s in sentences if s.strip() and not _UNSAFE_ADVICE.search(s))
     text = f"{text[:MAX_QUOTED]}..." if len(text) > MAX_QUOTED else text
@@ -96,7 +94,7 @@ def reason(error: OSError) -> str:
 
 @contextmanager
 def os_errors_as(refusal: Callable[[OSError], UserError]) -> Generator[None]:
-    """Convert an `OSError` inside to the `UserError` that `refusal` returns for it."""
+    """Inside, convert an `OSError` to the `UserError` that `refusal` returns for it."""
     try:
         yield
     except OSError as error:
@@ -104,7 +102,7 @@ def os_errors_as(refusal: Callable[[OSError], UserError]) -> Generator[None]:
 
 
 class BadSample(NamedTuple):
-    """What is wrong with a record: its data set, number and place in messages, one of a few causes, and the message."""
+    """A bad record: its data set, its number and place in messages, a kind of cause, and the message."""
 
     dataset: str
     record: int
@@ -114,14 +112,14 @@ class BadSample(NamedTuple):
 
 
 class BadRecord(UserError):
-    """A record at fault, whichever machine reads it."""
+    """A record that is bad on any machine."""
 
     found: BadSample
 
 
 @contextmanager
 def blaming(dataset: str, record: int, where: str, cause: str) -> Generator[None]:
-    """Inside, raise a `UserError` as a `BadRecord`, unless the system, a missing package or a time limit caused it."""
+    """Inside, raise a `UserError` as a `BadRecord`, unless the system, a missing package or a time-out caused it."""
     try:
         yield
     except UserError as error:
@@ -133,12 +131,12 @@ def blaming(dataset: str, record: int, where: str, cause: str) -> Generator[None
 
 
 def _is_of_the_machine(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, says nothing against data. Pillow's verdicts are plain `OSError`s without a
-    number, FFmpeg's have classes of PyAV; what asks for a place or a name that no file has is at fault itself.
+    """Whether an error, or its cause, comes from the machine rather than from data. Pillow reports bad data by plain
+    `OSError`s without a number, PyAV by its own classes. A name or an offset that no file can have is bad data.
     """
     if isinstance(error, OSError) and type(error).__module__ == "builtins":
-        of_data = (errno.EINVAL, errno.EISDIR, errno.ENAMETOOLONG)
-        return error.errno not in of_data and (error.errno is not None or type(error) is not OSError)
+        data_errors = (errno.EINVAL, errno.EISDIR, errno.ENAMETOOLONG)
+        return error.errno not in data_errors and (error.errno is not None or type(error) is not OSError)
     return isinstance(error, ImportError) or (error is not None and _is_of_the_machine(error.__cause__))
 
 
@@ -147,39 +145,39 @@ class SharedError(UserError):
 
 
 class NotFiniteError(SharedError):
-    """NaN or infinity during training: the weights before the step may already be at fault."""
+    """NaN or infinity during training. The weights before the step may be bad already."""
 
 
-def listed(names: Collection[str], most: int = 5) -> str:
-    """Names for a message, sorted; the first `most` of them, and the number of the others."""
-    shown = [printable(name) for name in sorted(names)[:most]]
-    return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")
+def listed(names: Collection[str], limit: int = 5) -> str:
+    """The first `limit` names in sorted order, and the number of further ones, for a message."""
+    shown = [printable(name) for name in sorted(names)[:limit]]
+    return ", ".join(shown) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def faults_of(kinds: Mapping[str, Collection[str]]) -> str:
-    """Numbers and names of what is wrong, by kind: ``2 missing: a, b; 1 unexpected: c``. Empty if nothing is."""
+    """Numbers and names of faults by kind: ``2 missing: a, b; 1 unexpected: c``. Empty if there are none."""
     return "; ".join(f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds.items() if names)
 
 
 def one_of(known: Iterable[object], kind: str, word: str = "one of") -> str:
-    """What there is of a kind, such as edges, for a message: ``one of a, b``, or ``none, as there are no edges``."""
+    """The known names of a kind, such as edges, for a message: ``one of a, b`` or ``none, as there are no edges``."""
     names = ", ".join(map(str, known))
     return f"{word} {names}" if names else f"none, as there are no {kind}"
 
 
 def is_pattern(entry: str) -> bool:
-    """Whether an entry of `model.freeze` is a pattern of stored tensors' names rather than a part."""
+    """Whether an entry of `model.freeze` is a pattern of tensor names rather than a module or projector."""
     return any(mark in entry for mark in ".*?[")
 
 
 def main_place() -> str:
-    """The line of the user's program at which the main thread is."""
+    """The line of the user's program that the main thread runs."""
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     return place(traceback.walk_stack(frames.get(threading.main_thread().ident or 0)))
 
 
 def place(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """The first line of the user's program in a stack."""
+    """The innermost line of the user's program in a stack."""
     for frame, line in frames:
         file = frame.f_code.co_filename
         # Generated code has no lines.

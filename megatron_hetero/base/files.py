@@ -1,6 +1,6 @@
-"""Files and paths that users name: regular files alone are opened, since reading a pipe or device may never return;
-JSON objects are read whole or refused, and checked for unsupported values. Files that this program writes are opened by
-`open_own` or `replacing`: a stranger may have prepared the folder with links to other files.
+"""Files and paths that users name. Only regular files are opened, since reading a pipe or device may never return. JSON
+objects are read as a whole or refused, and checked for unsupported values. Files that this program writes are opened by
+`open_own` or `replacing`, since a stranger may have put links to other files into the folder.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import msgspec
 from megatron_hetero.base.errors import UserError, in_short, quoted, reason
 
 MAX_BYTES = 1 << 27
-"""Default limit on files that are read whole: several times the largest tokenizer."""
+"""Default limit in bytes on files that are read as a whole: several times the largest tokenizer."""
 MAX_OWN_BYTES = 1 << 30
-"""Default limit on files of this program: metrics of millions of steps."""
+"""Default limit in bytes on files that this program writes: metrics of millions of steps."""
 _DAY_S = 86_400.0
 
 
 def open_regular(path: Path) -> BufferedReader:
     """Open a file for reading. Raises `OSError`, also for pipes, devices and folders."""
-    # Nonblocking: opening a pipe without a writer would wait.
+    # Nonblocking, since opening a pipe without a writer would wait.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
     if kind != stat.S_IFREG:
@@ -42,54 +42,54 @@ def open_regular(path: Path) -> BufferedReader:
     return os.fdopen(descriptor, "rb")
 
 
-def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
-    """The content of a file. Raises `OSError`, also for one of more than `most` bytes."""
+def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
+    """The content of a file. Raises `OSError`, also if it has more than `limit` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise OSError(errno.EFBIG, f"{size} bytes, over the limit of {most}", str(path))
+        if size > limit:
+            raise OSError(errno.EFBIG, f"{size} bytes, over the limit of {limit}", str(path))
         return file.read()
 
 
-def read_text(path: Path, most: int = MAX_BYTES) -> str:
+def read_text(path: Path, limit: int = MAX_BYTES) -> str:
     """The content of a text file. Raises `OSError` as `read_bytes`, and `UnicodeDecodeError` if it is not UTF-8."""
-    return read_bytes(path, most).decode("utf-8")
+    return read_bytes(path, limit).decode("utf-8")
 
 
 def open_own(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
-    """Open a file that this program writes, as `open` does, in a mode that does not truncate it (see `replacing`).
-    Raises `OSError`, also for links, hard links, pipes, devices and folders.
+    """Open a file that this program writes, like `open`, in a mode that does not truncate it (`replacing` does). Raises
+    `OSError`, also for symbolic and hard links, pipes, devices and folders.
     """
     assert "b" in mode and "w" not in mode
     return open(path, mode, buffering, opener=_unlinked)
 
 
-def read_own(path: Path, most: int = MAX_OWN_BYTES) -> bytes:
-    """The content of a file that this program writes, empty if there is none. Raises `OSError` as `open_own`, and for
-    more than `most` bytes.
+def read_own(path: Path, limit: int = MAX_OWN_BYTES) -> bytes:
+    """The content of a file that this program writes, empty if it does not exist. Raises `OSError` as `open_own`, and
+    if the file has more than `limit` bytes.
     """
     with suppress(FileNotFoundError), open_own(path, "rb") as file:
-        if len(content := file.read(most + 1)) > most:
-            raise OSError(errno.EFBIG, f"{path.name} has more than {most} bytes", str(path))
+        if len(content := file.read(limit + 1)) > limit:
+            raise OSError(errno.EFBIG, f"{path.name} has more than {limit} bytes", str(path))
         return content
     return b""
 
 
 def _unlinked(path: str, flags: int) -> int:
-    if Path(path).is_symlink():  # `O_NOFOLLOW` would say: too many levels of symbolic links.
+    if Path(path).is_symlink():  # `O_NOFOLLOW` would report too many levels of symbolic links.
         raise OSError(errno.EEXIST, f"{Path(path).name} is a symbolic link", path)
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         os.close(descriptor)
-        kind = "a hard link" if stat.S_ISREG(found.st_mode) else "not a regular file"
+        kind = "a hard link" if stat.S_ISREG(status.st_mode) else "not a regular file"
         raise OSError(errno.EEXIST, f"{Path(path).name} is {kind}", path)
     return descriptor
 
 
 @contextmanager
 def replacing(path: Path) -> Generator[Path]:
-    """Yield a new file to write, which replaces `path` unless something is raised. Raises `OSError` as `open_own`."""
+    """Yield a new file to write, which replaces `path` unless the body raises. Raises `OSError` as `open_own`."""
     with suppress(FileNotFoundError):
         open_own(path, "rb").close()
     new = path.with_name(f".new-{secrets.token_hex(8)}{path.suffix}")
@@ -102,26 +102,26 @@ def replacing(path: Path) -> Generator[Path]:
 
 
 def mark_used(path: Path) -> None:
-    """Keep a file of a cache from `remove_unused`. Once a day, since NFS drops pages of files with another time."""
+    """Protect a file of a cache from `remove_unused`; at most once a day, since NFS drops pages of a changed file."""
     with suppress(OSError):
         if path.stat().st_mtime < time.time() - _DAY_S:
             os.utime(path)
 
 
-def remove_unused(files: Iterable[Path], most: int) -> None:
-    """Remove all but so many files of a cache; of the others, none that was used in the last 30 days."""
+def remove_unused(files: Iterable[Path], limit: int) -> None:
+    """Remove the oldest files of a cache beyond `limit` files, except those used in the last 30 days."""
     times = dict[Path, float]()
     for path in files:
         with suppress(OSError):
             times[path] = path.stat().st_mtime
-    for path in sorted(times, key=times.__getitem__)[:-most]:
+    for path in sorted(times, key=times.__getitem__)[:-limit]:
         with suppress(OSError):
             if times[path] < time.time() - 30 * _DAY_S:
                 path.unlink()
 
 
 def is_unfit(path: Path) -> str | None:
-    """Why an existing file cannot be read whole; None if it can, or if it does not exist."""
+    """Why an existing file cannot be read as a whole; None if it can, or if it does not exist."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -133,10 +133,10 @@ def is_unfit(path: Path) -> str | None:
 
 
 def unusable(path: str | os.PathLike[str]) -> str | None:
-    """Why no file can have this path: its text, the length of a name, or a link to itself. None if one can."""
+    """Why a path cannot be of a file: bad characters, a name that is too long, or a link to itself. None if it can."""
     try:
         os.path.realpath(path, strict=True)
-    except ValueError as error:  # such as a lone surrogate
+    except ValueError as error:  # for example a lone surrogate
         return str(error)
     except OSError as error:
         return reason(error) if error.errno in (errno.ELOOP, errno.ENAMETOOLONG) else None
@@ -144,7 +144,7 @@ def unusable(path: str | os.PathLike[str]) -> str | None:
 
 
 def resolved(path: Path, where: str) -> Path:
-    """The path with links resolved. Raises `UserError`, naming `where` it comes from, if it is `unusable`."""
+    """The path with links resolved. Raises `UserError`, naming its source `where`, if it is `unusable`."""
     if (why := unusable(path)) is not None:
         found, fix = f"{quoted(str(path))} ({why})", "remove the link, or correct the path"
         raise UserError.at(where, found=found, expected="a usable path", fix=fix)
@@ -159,7 +159,7 @@ def in_the_way(folder: Path, error: OSError) -> str:
 
 
 MAX_JSON_BYTES = 4 * 2**20
-"""Default limit on JSON objects: larger than any configuration."""
+"""Default limit in bytes on JSON objects: larger than any configuration."""
 RESTORE = "restore the file as its model was published or saved"
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
@@ -178,15 +178,13 @@ class Only(NamedTuple):
 
 
 def shown(value: object) -> str:
-    """A value as the file writes it, on one short line."""
+    """A value as JSON, on one short line."""
     return _IN_JSON[value] if value is None or isinstance(value, bool) else _SHORT.repr(value)
 
 
 def check(path: Path, values: Mapping[str, Json], only: Mapping[str, Only], at: str = "") -> None:
-    """Check the object in the file `path`, and those inside it. `at`: the keys above it, each followed by a dot.
-
-    Raises:
-        UserError: naming file, key and value, if `only` lacks the value of a key.
+    """Check that values in a JSON object of the file `path`, and in objects inside it, are supported: those in `only`.
+    `at`: the keys above the object, each followed by a dot. Raises `UserError` with file, key and value.
     """
     for key, value in values.items():
         if key in only and value not in only[key].values:
@@ -197,15 +195,15 @@ def check(path: Path, values: Mapping[str, Json], only: Mapping[str, Only], at: 
             check(path, value, only, f"{at}{key}.")
 
 
-def read_object(path: Path, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in a file of at most `most` bytes.
+def read_object(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in a file of at most `limit` bytes.
 
     Raises:
         UserError: the file is unreadable or malformed, or is another JSON value.
     """
     where: object = path
     try:
-        value: Json = json.loads(read_bytes(path, most).decode("utf-8"))
+        value: Json = json.loads(read_bytes(path, limit).decode("utf-8"))
     except json.JSONDecodeError as error:
         where, found = f"{path}:{error.lineno}", f"broken JSON at column {error.colno} ({error.msg})"
     except (OSError, ValueError, RecursionError) as error:

@@ -19,32 +19,33 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.files import open_own, read_own
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-"""The errors of a file system without locks."""
+"""Errors of a file system without locks."""
 _OWNER = re.compile(r"(process \d+ on \S+\n?)?")
-"""The content of a lock file; a process that was killed leaves it empty."""
+"""The content of a lock file, which may be empty after a process was killed."""
 _MAX_OWNER = 400
-"""Bytes of a lock file: a host has at most 253 in its name."""
+"""Maximum bytes of a lock file: the name of a host has at most 253."""
 
 
 @dataclass(frozen=True, eq=False)
 class Lock:
-    """The right to write somewhere, until it is released or garbage-collected, or the process ends."""
+    """The right to write somewhere. It ends when it is released or garbage-collected, or when the process ends."""
 
     path: Path
     file: IO[bytes] | None
     """The lock file, whose text names the owner; None if the file system has no locks."""
     left: bool = False
-    """Whether its last owner ended without releasing it."""
+    """Whether the previous owner ended without releasing it."""
     note: str = ""
     """A warning for the user in that case."""
 
     @classmethod
     def take(cls, path: Path, where: object, doing: str, *, mixed: str, fix: str, wait_s: float = 0.0) -> Lock:
-        """Lock the file `path`. For messages: `where`; `doing`, such as "export"; what would be `mixed`; the `fix`.
+        """Lock the file `path`. For messages: `where` it is used; `doing`, such as "export"; what two writers would
+        have `mixed`; the `fix`.
 
         Raises:
             UserError: another process still has the lock after `wait_s` seconds.
-            OSError: the file cannot be opened or locked, or is no lock file.
+            OSError: the file cannot be opened or locked, or is not a lock file.
         """
         until = time.monotonic() + wait_s
         try:
@@ -61,22 +62,22 @@ class Lock:
         return cls(path, *locked)
 
     def release(self, *, remove: bool = False) -> None:
-        """Let others write there. `remove`: whether to remove the file."""
+        """Release the lock. `remove`: whether to remove the lock file."""
         if self.file is not None:
             with suppress(OSError):
                 if remove and os.path.samestat(self.path.lstat(), os.fstat(self.file.fileno())):
-                    self.path.unlink()  # Before it is closed: whoever has opened it meanwhile notices.
+                    self.path.unlink()  # Before it is closed: a process that has opened it meanwhile notices.
             with suppress(OSError):
                 self.file.close()
 
 
 @contextmanager
 def alone(path: Path, target: Path, doing: str) -> Generator[None]:
-    """Hold the lock file `path` while this process writes `target`; `doing`, such as "export", is for messages.
+    """Hold the lock file `path` while this process writes `target`. `doing`, such as "export", is for messages.
 
     Raises:
-        UserError: another process has the lock. It is not awaited: this process would only replace its output.
-        OSError: the file cannot be opened or locked, or is no lock file.
+        UserError: another process has the lock. This one does not wait, since it would only replace the other's output.
+        OSError: the file cannot be opened or locked, or is not a lock file.
     """
     fix = f"choose another folder{' (of a run export.hf_dir)' if doing == 'export' else ''}, or wait for it"
     lock = Lock.take(path, target, doing, mixed="two models", fix=fix)
@@ -96,21 +97,21 @@ def _owner(path: Path) -> str:
 
 
 def _locked(path: Path) -> tuple[IO[bytes], bool] | None:
-    """The open lock file, and whether there was a name in it; None if another process has it. Raises `OSError`."""
+    """The open lock file, and whether it named an owner; None if another process has the lock. Raises `OSError`."""
     file = open_own(path, "a+b", 0)
     try:
-        # A lock of the process, not of the file: the system releases it however the process ends.
+        # A lock of the process rather than of the open file: the system releases it however the process ends.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(path.lstat(), os.fstat(file.fileno())):  # else its owner has removed it meanwhile
+        if os.path.samestat(path.lstat(), os.fstat(file.fileno())):  # Otherwise its owner has removed it meanwhile.
             file.seek(0)
-            found = file.read(_MAX_OWNER + 1)
-            if len(found) > _MAX_OWNER or not _OWNER.fullmatch(found.decode("utf-8", "replace")):
-                raise OSError(errno.EEXIST, f"{path.name} is no lock file of this program", str(path))
+            text = file.read(_MAX_OWNER + 1)
+            if len(text) > _MAX_OWNER or not _OWNER.fullmatch(text.decode("utf-8", "replace")):
+                raise OSError(errno.EEXIST, f"{path.name} is not a lock file of this program", str(path))
             file.truncate(0)
             owner = f"process {os.getpid()} on {socket.gethostname()}\n".encode()
             if file.write(owner) < len(owner):  # The disk is full.
                 file.truncate(0)
-            return file, bool(found)
+            return file, bool(text)
     except (BlockingIOError, PermissionError, FileNotFoundError):
         pass
     except BaseException:

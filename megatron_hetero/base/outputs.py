@@ -1,19 +1,19 @@
-"""What runs write: folders of checkpoints, exports, and the names of files in `log.dir`.
+"""Outputs of runs: folders of checkpoints, exports, and names of files in `log.dir`.
 
 checkpoints/
   step-00000010/             a complete checkpoint
     manifest.json            size and SHA-256 of every other file; written last
     tensors.json  tensors-0-0.safetensors  tensors-1-0.safetensors ...  run.json  metrics.jsonl
-  .step-00000020.partial/    a checkpoint that is being written, or was when the run died
-  .step-00000000.removed/    an older checkpoint that is being removed, or was
-  .step-00000030.aside/      an incomplete folder moved out of the way of a checkpoint, for inspection
+  .step-00000020.partial/    an unfinished checkpoint: it is being written, or the run died
+  .step-00000000.removed/    an older checkpoint that is being removed
+  .step-00000030.aside/      an incomplete folder that was in the way of a checkpoint, for inspection
   latest                     the name of the newest checkpoint, for people and scripts
   .lock                      locked by the run that writes here
 
 Only folders with nothing but the files of a checkpoint are removed.
 
-An export lists its files and their inodes in a file of its own. Only a folder of exactly these files is replaced by
-another export: a download looks the same otherwise, and nobody can know which inodes it will get.
+An export has a file that lists its other files and their inodes. Another export replaces only a folder of exactly these
+files. A downloaded copy differs in its inodes, which cannot be predicted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FILE = re.compile(r"tensors-\d+-\d+\.safetensors|(manifest|tensors|run|modules)
 """The files of a checkpoint."""
 ANOTHER = "use another checkpoint (of a run: --checkpoint.resume PATH)"
 SEEN_S = 30.0
-"""Seconds until a network file system shows to one host what another has written."""
+"""Maximum seconds until a network file system shows one host what another one has written."""
 
 
 class FileRecord(Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,7 +80,7 @@ def partial_of(target: Path) -> Path:
 
 
 def whole(folder: Path) -> dict[int, Path]:
-    """The complete checkpoints in `folder` by step, ascending."""
+    """Complete checkpoints in `folder` by step, ascending."""
     named = {step: path for path in _children(folder) if (step := step_of(path)) is not None}
     return {step: path for step, path in sorted(named.items()) if (path / MANIFEST).is_file()}
 
@@ -106,13 +106,13 @@ def unfinished(folder: Path) -> tuple[Path, ...]:
 
 
 def without_manifest(folder: Path) -> tuple[Path, ...]:
-    """Folders named as checkpoints but without a manifest: no run leaves them like this."""
+    """Folders named as checkpoints but without a manifest, which no run leaves behind."""
     named = [path for path in sorted(_children(folder)) if step_of(path) is not None]
     return tuple(path for path in named if not (path / MANIFEST).is_file())
 
 
 def wait_for(there: Callable[[], bool]) -> bool:
-    """Wait until another process's change of files is visible; whether it is within `SEEN_S` seconds."""
+    """Wait until another process's change of files is visible. Returns whether it is within `SEEN_S` seconds."""
     until = time.monotonic() + SEEN_S
     while not there():
         if time.monotonic() > until:
@@ -122,7 +122,7 @@ def wait_for(there: Callable[[], bool]) -> bool:
 
 
 def record_file(path: Path) -> FileRecord:
-    """Size and hash of a file, which is read to the end. Raises `OSError`."""
+    """Size and hash of a file, which is read as a whole. Raises `OSError`."""
     with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256")
         return FileRecord(file.tell(), digest.hexdigest())
@@ -140,7 +140,7 @@ def write_synced(path: Path, text: str) -> FileRecord:
 
 def publish(partial: Path, records: Mapping[str, FileRecord]) -> Path:
     """Publish a fully written checkpoint: write its manifest, rename it, and update `latest` if it is named after its
-    step. Until the rename nothing can mistake it for a checkpoint; afterwards it is complete. Raises `OSError`.
+    step. Before the rename it is not taken for a checkpoint; afterwards it is complete. Raises `OSError`.
     """
     files = {"files": to_builtins(dict(sorted(records.items())))}
     write_synced(partial / MANIFEST, json.dumps(files, indent=2) + "\n")
@@ -169,14 +169,14 @@ def _is_pointer(path: Path) -> bool:
 
 
 def set_aside(path: Path) -> None:
-    """Rename what is in the way of a checkpoint. Raises `OSError`."""
+    """Rename a file or folder that is in the way of a checkpoint. Raises `OSError`."""
     names = (f".{path.name}.aside{'' if number == 1 else f'-{number}'}" for number in itertools.count(1))
     path.rename(next(other for name in names if not os.path.lexists(other := path.with_name(name))))
 
 
 def prune(folder: Path, keep: int | None, written: Path | None = None) -> None:
-    """Remove all but the newest `keep` complete checkpoints (None: keep all), but never the one just `written`. What
-    cannot be removed, or has other files too, stays.
+    """Remove all but the newest `keep` complete checkpoints (None: keep all), but never the one just `written`. A
+    checkpoint that has other files too, or cannot be removed, stays.
     """
     for path in list(whole(folder).values())[: -keep if keep is not None else 0]:
         with contextlib.suppress(OSError):  # Renamed first: a half-removed checkpoint must not look complete.
@@ -186,14 +186,14 @@ def prune(folder: Path, keep: int | None, written: Path | None = None) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Remove unfinished and half-removed checkpoints in `folder`. Only for the run that has its lock."""
+    """Remove unfinished and half-removed checkpoints in `folder`. Only the run that has its lock may call it."""
     for path in _children(folder):
         if _PARTIAL.fullmatch(path.name) or _REMOVED.fullmatch(path.name):
             discard(path)
 
 
 def discard(partial: Path) -> None:
-    """Remove an unfinished checkpoint, if there is one with nothing but the files of a checkpoint."""
+    """Remove an unfinished checkpoint, if it exists and has nothing but the files of a checkpoint."""
     with contextlib.suppress(OSError):
         if _is_removable(partial):
             shutil.rmtree(partial)
@@ -222,8 +222,8 @@ def read_manifest(checkpoint: Path, needed: Collection[str] = ()) -> dict[str, F
 
 
 def require_own_name(checkpoint: Path, step: int, record: str) -> None:
-    """Check that a checkpoint is not named after another step than its `record` states: names decide which is newest,
-    and which are deleted. Raises `UserError`.
+    """Check that a checkpoint is not named after another step than in its `record`: names decide which checkpoint is
+    the newest, and which ones are deleted. Raises `UserError`.
     """
     if (named := step_of(checkpoint)) not in (None, step):
         found, expected = f"step {named} in the name", f"{name_of(step)}, as in its {record}"
@@ -291,19 +291,19 @@ def new_beside(target: Path, kind: str) -> Path:
 
 
 def remove_leftovers(target: Path, kind: str) -> None:
-    """Remove temporary folders that exports to `target` left as they were killed. Only for the one with the lock."""
+    """Remove temporary folders of killed exports to `target`. Only the export that has the lock may call it."""
     name = re.compile(rf"\.{re.escape(target.name)}\.{kind}-[0-9a-f]{{8}}")
     for path in _children(target.parent):
         with contextlib.suppress(OSError, ValueError):
             if not name.fullmatch(path.name) or path.is_symlink() or _marked(path) is None:
                 continue
-            # A partial one has files that its mark does not list yet.
+            # A partial export has files that its mark does not list yet.
             if kind == "partial" or what_would_be_lost(path) is None:
                 remove_marked(path)
 
 
 def remove_marked(folder: Path) -> None:
-    """Remove a folder of ours, if it is there, its mark last. What cannot be removed stays."""
+    """Remove an export, if it exists, and its mark last. Files that cannot be removed stay."""
     with contextlib.suppress(OSError):
         for path in _children(folder):
             if path.name != MARK:
@@ -321,21 +321,21 @@ _MARK = defstruct("Mark", [("inode", int), ("files", dict[str, list[int]])])
 
 
 def mark(folder: Path) -> None:
-    """Mark a folder as an export with the files that it has now. Raises `OSError`."""
+    """Mark a folder as an export of its present files. Raises `OSError`."""
     files = {name: (path.lstat().st_size, path.lstat().st_ino) for name, path in _files(folder)}
     with replacing(folder / MARK) as new:
         new.write_text(json.dumps({"inode": folder.stat().st_ino, "files": files}, indent=2) + "\n", encoding="utf-8")
 
 
 def _marked(folder: Path) -> Mapping[str, list[int]] | None:
-    """The files in the mark of a folder; None if it is the mark of another. Raises `OSError` and `UserError`."""
-    found = read_as(folder / MARK, _MARK, "remove the folder yourself if nobody needs it")
-    return found.files if found.inode == folder.stat().st_ino else None
+    """The files in the mark of a folder; None if it is of another folder. Raises `OSError` and `UserError`."""
+    marked = read_as(folder / MARK, _MARK, "remove the folder yourself if nobody needs it")
+    return marked.files if marked.inode == folder.stat().st_ino else None
 
 
 def what_would_be_lost(folder: Path) -> str | None:
-    """What a folder has other than an unchanged export; None if it is absent, empty, or may be replaced. Raises
-    `OSError` if it cannot be read.
+    """What would be lost if an export replaced a folder: anything but an unchanged export. None if the folder is
+    absent, empty, or may be replaced. Raises `OSError` if it cannot be read.
     """
     if not os.path.lexists(folder):
         return None
@@ -353,14 +353,14 @@ def what_would_be_lost(folder: Path) -> str | None:
     if written is None:
         return f"a {MARK} of another folder (a copy, a download, or an export of an earlier version)"
     for name, path in _files(folder):
-        found = path.lstat()
-        if not stat.S_ISREG(found.st_mode) or written.get(name) != [found.st_size, found.st_ino]:
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode) or written.get(name) != [status.st_size, status.st_ino]:
             return f"{name}, which is not as the export left it"
     return None
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """All entries below a folder other than folders and its mark, by path relative to it. Raises `OSError`."""
+    """All files below a folder except its mark, by relative path; links count as files. Raises `OSError`."""
 
     def refuse(error: OSError) -> None:
         raise error

@@ -1,4 +1,4 @@
-"""Consoles for tables, standard output, progress, and the tools' argument parser."""
+"""Consoles for tables, standard output, progress, and the argument parser of the tools."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 FILE_COLUMNS = 300
-"""Columns of a file or pipe, enough for the tables of a run."""
+"""Columns assumed for a file or pipe, enough for the tables of a run."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -39,7 +39,7 @@ def console() -> Console:
 
 
 def size_text(size: int) -> str:
-    """Bytes as people read them, in powers of 1,000."""
+    """A number of bytes as text, in powers of 1,000."""
     for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if size >= unit:
             return f"{size / unit:,.2f} {name}"
@@ -58,8 +58,8 @@ def prepare_outputs() -> None:
 
 
 class Progress:
-    """Reports progress of long work on standard error: a bar on a terminal, elsewhere a line from time to time; nothing
-    of work that soon ends. For any thread.
+    """Reports progress of long work on standard error: a bar on a terminal, elsewhere a line from time to time. Short
+    work prints nothing. Any thread may call it.
     """
 
     FIRST_S, LINE_S = 3.0, 15.0
@@ -76,7 +76,7 @@ class Progress:
         return self
 
     def advance(self, done: float, count: int) -> None:
-        """Add to what is done, of the total, and to the number of things."""
+        """Add to the amount that is done, of the total, and to the number of things."""
         with self._lock:
             self._done += done
             self._count += count

@@ -1,10 +1,10 @@
-"""Work in processes of their own, which take little time from the threads that train: threads of one process take
-turns for Python's lock. A process is `python -m megatron_hetero.base.worker_process DESCRIPTOR`; it ends with its rank,
-however that ends, because the socket between the two closes. Pickles come from processes of the same run only.
+"""Worker processes, which take little time from the threads that train: threads of one process compete for Python's
+lock. A process is `python -m megatron_hetero.base.worker_process DESCRIPTOR`. It ends with its rank, however that ends,
+because the socket between them closes. Pickles come from processes of the same run only.
 
-Arrays are received into the memory in which they are used, almost without Python's lock: 24 MB of patches arrive in
-4 ms and cost a thread beside it nothing. `concurrent.futures` needs 41 ms, and takes 40 % of the other thread's time
-meanwhile; torch's workers need shared memory, which containers limit.
+Arrays are received directly into the memory in which they are used, almost without Python's lock: 24 MB of patches
+arrive in 4 ms and do not slow down another thread. `concurrent.futures` needs 41 ms and takes 40 % of the other
+thread's time meanwhile; torch's workers need shared memory, which containers limit.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from megatron_hetero.base.errors import UserError
 
 _NUMBER = struct.Struct("<Q")
 _ENDS_S = 5.0
-"""Time for a process to end once its socket has closed."""
+"""Time-out in seconds of a process's end once its socket has closed."""
 _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that are sent to a whole group of processes: the rank decides when its processes end."""
+"""Signals that are sent to a whole process group: a worker ignores them, as its rank decides when it ends."""
 
 
 class Processes:
-    """Calls methods of `target`, which can be pickled, in `count` processes, for any number of threads. Each process is
-    started when it is first needed.
+    """Calls methods of a picklable `target` in `count` processes, for any number of threads. Each process is started
+    when it is first needed.
     """
 
     def __init__(self, target: Any, count: int, setting: str):
-        """`setting`: for messages, what the processes belong to."""
+        """`setting`: the setting of these processes, for messages."""
         self._idle: SimpleQueue[_Process] = SimpleQueue()
         processes = [_Process(target, setting) for _ in range(count)]
         for each in processes:
             self._idle.put(each)
         self.close = finalize(self, _close, processes)
-        """Ends the processes; so does the end of this one."""
+        """Ends the processes, as does the end of this process."""
 
     def call(self, what: str, method: str, *arguments: Any) -> Any:
-        """The result of a method, for `what`. Raises its errors, and `UserError` if a process has ended."""
+        """The result of a method. Raises its errors, and `UserError` that names `what` if the process has ended."""
         free = self._idle.get()
         try:
             return free.call(what, method, *arguments)
@@ -56,7 +56,7 @@ class Processes:
 
 
 class _Process:
-    """One process. For one thread at a time."""
+    """One process, used by one thread at a time."""
 
     def __init__(self, target: Any, setting: str):
         self._target, self._setting = target, setting
@@ -80,7 +80,7 @@ class _Process:
         modules = os.pathsep.join(path or os.getcwd() for path in sys.path)
         environment = {"PYTHONPATH": modules, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-P", "-X", "faulthandler", "-m", __name__, str(theirs.fileno())]
-        usual = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)  # The process inherits it.
+        usual = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)  # The worker inherits the blocked signals.
         try:
             with theirs:
                 self._process = subprocess.Popen(
@@ -102,12 +102,12 @@ class _Process:
         self.close()
         how = f"was ended by signal {signal.Signals(-code).name}" if code and code < 0 else f"ended with status {code}"
         problem = f"a worker process {how} while it read {what}"
-        because = "that is how the system ends processes where memory runs out" if code == -signal.SIGKILL else ""
+        because = "the system kills processes when memory runs out" if code == -signal.SIGKILL else ""
         fix = "look at its output above and at the system's log; with too little memory use fewer workers"
         return UserError.at(self._setting, problem=problem, because=because, fix=fix)
 
     def close(self) -> None:
-        """Ends the process, if it was started. It writes nothing, so that it can be ended at any time."""
+        """Kills the process, if it was started. It writes nothing, so that it can end at any time."""
         if self._socket is not None:
             self._socket.close()
         if self._process is not None:
@@ -121,15 +121,15 @@ def _close(processes: Iterable[_Process]) -> None:
 
 
 def send(to: socket.socket, value: Any) -> None:
-    """Sends the number of parts, their lengths, a pickle of `value`, and its arrays. Raises `OSError` if the other end
-    is closed.
+    """Sends the number of buffers, their lengths, a pickle of `value`, and its arrays. Raises `OSError` if the other
+    end is closed.
     """
     arrays: list[pickle.PickleBuffer] = []
     data = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)
-    parts = [memoryview(data), *(array.raw() for array in arrays)]
-    to.sendall(struct.pack(f"<{1 + len(parts)}Q", len(parts), *map(len, parts)))
-    for part in parts:
-        to.sendall(part)
+    buffers = [memoryview(data), *(array.raw() for array in arrays)]
+    to.sendall(struct.pack(f"<{1 + len(buffers)}Q", len(buffers), *map(len, buffers)))
+    for buffer in buffers:
+        to.sendall(buffer)
 
 
 def receive(source: socket.socket) -> Any:
@@ -163,7 +163,7 @@ def main(descriptor: int) -> None:
 
 
 def _answer(target: Any, method: str, *arguments: Any) -> Any:
-    """The result of a call, or the error that the rank raises."""
+    """The result of a call, or the error for the rank to raise."""
     try:
         return getattr(target, method)(*arguments)
     except UserError as error:
@@ -174,4 +174,4 @@ def _answer(target: Any, method: str, *arguments: Any) -> Any:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]))
-    os._exit(0)  # There is nothing to save, and unloading the libraries may take a second.
+    os._exit(0)  # Unloading libraries may take a second, and there is nothing to save.

@@ -33,7 +33,7 @@ from megatron_hetero.boundary.crossings import (
 from megatron_hetero.boundary.loaded import LoadedPlan, load_plan
 from megatron_hetero.boundary.ownership import Gradient, Ownership
 from megatron_hetero.boundary.plan import plan_boundary
-from megatron_hetero.groups.collective import on_every, require_alike
+from megatron_hetero.groups.collective import on_every, require_same_facts
 from megatron_hetero.groups.platform import on_device
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.graph import Edge, as_edge
@@ -130,7 +130,7 @@ def ownerships_of(
     if rows[0].gradient == "partial":  # Samples of several replicas may share a picture: each has a partial gradient.
         target = BoundaryEnd(target.ranks)
     facts = [{"gradient": each.gradient, "samples, rows_per_sample": each.counts} for each in rows]
-    require_alike(f"boundary {boundary}", facts, ranks, "plan it equally on all ranks")
+    require_same_facts(f"boundary {boundary}", facts, ranks, "plan it equally on all ranks")
     numbers = np.unique(np.concatenate([np.zeros(0, np.int64), *(each.held[each.held != PADDING] for each in rows)]))
     held, needed = dict[int, np.ndarray](), dict[int, np.ndarray]()
     for rank, each in zip(ranks, rows, strict=True):
@@ -341,9 +341,9 @@ class Boundary:
         names, facts, trains, rows = zip(*everyone, strict=True)
         ranks = dist.get_process_group_ranks(self._hosts)
         fix = "plan boundaries in one order on all ranks"
-        require_alike("plan", [{"boundary": each} for each in names], ranks, fix)
+        require_same_facts("plan", [{"boundary": each} for each in names], ranks, fix)
         fix = "open it equally on all ranks, and give each rank its shard of every micro-batch"
-        require_alike(f"boundary {name}", facts, ranks, fix)
+        require_same_facts(f"boundary {name}", facts, ranks, fix)
         return [self._planned(ranks, crossing_rows, any(trains)) for crossing_rows in zip(*rows, strict=True)]
 
     def _planned(self, ranks: Sequence[int], rows: Sequence[RowIds], trains: bool) -> LoadedPlan:

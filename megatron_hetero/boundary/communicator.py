@@ -28,7 +28,7 @@ from megatron_hetero.boundary.loaded import (
     scatter_rows,
 )
 from megatron_hetero.boundary.routes import DirectionPlan, Exchange
-from megatron_hetero.groups.collective import raise_first, require_alike
+from megatron_hetero.groups.collective import raise_first, require_same_facts
 from megatron_hetero.groups.local_group import LocalGroup
 from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.layout.graph import Edge
@@ -178,7 +178,7 @@ class BoundaryCommunicator:
             raise_first(group, problem)
         plans = [{"plan": f"{int(digest):08x}"} for _, digest, *_ in stated]
         fix = "plan with ownerships of the same batch on all ranks"
-        require_alike(f"{self.title} {name}", plans, self._ranks, fix)
+        require_same_facts(f"{self.title} {name}", plans, self._ranks, fix)
         copies = {rank: GradientCopy(*copy) for rank, (_, _, *copy) in zip(self._ranks, stated, strict=True)}
         for first in sorted({copy.leader for copy in copies.values()} - {-1}):
             require_fit(self.title, {rank: copy for rank, copy in copies.items() if copy.leader == first})

@@ -303,7 +303,7 @@ def _adapted(shapes: ModelShapes) -> Iterator[tuple[str, tuple[Adapter, Sequence
 
 def _weights_of(name: str, fused: Mapping[str, Fused]) -> Sequence[str]:
     """Return the stored weights of a linear layer, or of the experts in a fused tensor."""
-    return list(fused[name].parts) if name in fused else [f"{name}.weight"]
+    return list(fused[name].matrices) if name in fused else [f"{name}.weight"]
 
 
 def _saved_whole(shapes: ModelShapes, plain: ModelShapes, changed: set[str]) -> set[str]:

@@ -63,7 +63,7 @@ def split(options: argparse.Namespace) -> str:
         f"relative error {done.error:.2e} of the difference, at most {done.worst[1]:.2e} in a layer ({done.worst[0]})"
     )
     if done.left_out:
-        text += f"\nleft out: {listed(done.left_out)}, which differ and are in no adapter"
+        text += f"\nleft out: {listed(done.left_out)}, which differ but are not in an adapter"
     return text
 
 
@@ -90,10 +90,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="GB",
         help="maximum weight file size, 10^9 bytes (default 5)",
     )
-    splitting = commands.add_parser("split", help="write the adapter that is nearest to what was tuned")
+    splitting = commands.add_parser("split", help="write the adapter that is closest to the changes of a tuned model")
     splitting.set_defaults(run=split)
     splitting.add_argument("base", type=a_path, metavar="BASE", help="model folder, as for model.hf_path")
-    splitting.add_argument("tuned", type=a_path, metavar="TUNED", help="folder of a model that was tuned from it")
+    splitting.add_argument("tuned", type=a_path, metavar="TUNED", help="folder of a model that was tuned from BASE")
     splitting.add_argument("out", type=a_path, metavar="OUT", help="output folder: new, empty, or an earlier export")
     splitting.add_argument("--r", type=partial(at_least, 1), required=True, metavar="R", help="rank of adapters")
     splitting.add_argument(

@@ -1,4 +1,4 @@
-"""Converts a checkpoint to a `transformers` folder, one with adapters to a PEFT folder, without a GPU or torchrun.
+"""Converts a checkpoint to a `transformers` folder, or to a PEFT folder if it has adapters, without a GPU or torchrun.
 
     python -m megatron_hetero.cli.export CHECKPOINT HF_DIR [--merge] [--dtype float32|bfloat16|stored]
 
@@ -15,8 +15,8 @@ from megatron_hetero.base.terminal import Parser, size_text
 from megatron_hetero.cli.command import a_path, add_encoders, by_name, positive, progress
 from megatron_hetero.groups.launch import ended
 
-# Modules that import torch are imported where they are used: that takes seconds, which `--help` need not wait for and
-# Ctrl-C may interrupt.
+# Modules that import torch are imported where they are used. That takes seconds, for which `--help` should not wait and
+# which Ctrl-C may interrupt.
 
 
 def export(options: argparse.Namespace) -> str:

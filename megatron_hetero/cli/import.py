@@ -26,10 +26,10 @@ def import_model(options: argparse.Namespace) -> str:
     given = ModelSources(options.hf_dir, options.vision, options.fresh_projector, by_name(options.encoder))
     with progress() as advance:
         done = import_folders(with_own_encoders(given), target, options.seed, advance)
-    found = f"--checkpoint.dir {target.parent}" if target.name == UNTRAINED else f"--checkpoint.resume {target}"
+    flag = f"--checkpoint.dir {target.parent}" if target.name == UNTRAINED else f"--checkpoint.resume {target}"
     return (
         f"wrote {options.checkpoint}: {done.tensors} tensors, {size_text(done.size)}, {' and '.join(done.dtypes)}, "
-        f"in {time.perf_counter() - start:.1f} s; start a run from it with {found}"
+        f"in {time.perf_counter() - start:.1f} s; start a run from it with {flag}"
     )
 
 

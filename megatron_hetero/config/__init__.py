@@ -1,1 +1,1 @@
-"""The configuration of a run: what can be set, in YAML and as flags, and what its values must fulfil."""
+"""The configuration of a run: its settings, in YAML and as flags, and the checks of their values."""

@@ -10,9 +10,9 @@ from megatron_hetero.base.errors import UserError
 
 T = TypeVar("T")
 NAMED = {"registry": "NAME", "fields": "FIELD", "patterns": "PATTERN"}
-"""Mappings whose keys are names that the user chooses, as help texts call them."""
+"""Mappings with keys that the user chooses, and the placeholder of a key in help texts."""
 MODULES = "modules"
-"""The mapping whose keys are modules, whose settings have short flags: `--MODULE-zero` for `modules.MODULE.zero`."""
+"""The mapping of modules, whose settings have short flags: `--MODULE-zero` for `modules.MODULE.zero`."""
 Pattern = NewType("Pattern", str)
 """The absolute path of a file or folder, with wildcards, or the URL of an object in a store."""
 
@@ -26,8 +26,8 @@ def option(
     above: float | None = None,
     at_most: float | None = None,
 ) -> T:
-    """A dataclass field with a default, its help text, the default as shown to users if that differs, and bounds of its
-    number or of the numbers in its mapping.
+    """A dataclass field with a default and a help text. `shown`: the default as help shows it, if that differs. Bounds
+    are for its number, or for the numbers in its mapping.
     """
     bounds = {"≥": at_least, ">": above, "≤": at_most}
     metadata = {"help": text, "shown": shown, "bounds": {sign: b for sign, b in bounds.items() if b is not None}}
@@ -46,7 +46,7 @@ class Section:
 
     @property
     def given(self) -> tuple[str, ...]:
-        """Names of the settings that differ from their defaults, in a section without required ones."""
+        """Names of settings that differ from their defaults. For sections without required settings."""
         assert is_dataclass(self), "sections are dataclasses"
         default = type(self)()
         return tuple(f.name for f in fields(self) if getattr(self, f.name) != getattr(default, f.name))
@@ -56,7 +56,8 @@ class Section:
 
 
 def check_values(section: Section, path: str = "") -> None:
-    """Check the bounds of all numbers in a section and below, then each section's own rules, innermost first.
+    """Check the bounds of all numbers in a section and its subsections, then the rules of each section, innermost
+    first.
 
     Raises:
         UserError: for the first invalid value.
@@ -114,7 +115,7 @@ def children(kind: object) -> dict[str, object] | None:
 
 
 def shown_name(f: Field[Any]) -> str:
-    """A field's name in YAML and flags: Python keywords such as `async` carry a trailing underscore in the code."""
+    """A field's name in YAML and flags. In the code, Python keywords such as `async` have a trailing underscore."""
     return f.name.removesuffix("_")
 
 
@@ -124,5 +125,5 @@ def item_type(kind: object) -> object:
 
 
 def is_leaf(kind: object) -> bool:
-    """Whether a type is that of a value, without further names below it."""
+    """Whether a type is of a value, with no further names below it."""
     return not is_dataclass(kind) and item_type(kind) is None

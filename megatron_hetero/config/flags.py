@@ -19,9 +19,9 @@ from rich.text import Text
 from megatron_hetero.base.environment import LAUNCHER
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.fields import MODULES, NAMED, children, is_leaf, item_type, shown_name
-from megatron_hetero.config.load import Setting, Tree, describe, step
+from megatron_hetero.config.load import Setting, Tree, describe, merge, read_yaml, step, tree_of
 from megatron_hetero.config.modules import MODULE_NAME, NO_MODULES
-from megatron_hetero.config.moved import refuse_moved
+from megatron_hetero.config.moved import refuse_moved, settings_of
 from megatron_hetero.layout.grammar import MAX_PLANNED, did_you_mean
 from megatron_hetero.layout.names import TEXT
 
@@ -49,27 +49,32 @@ PLAN_FLAGS = {
     "--plan-files": ("no value", "off", "Fail if weights, annotations or image folders are missing."),
     "--plan-svg": ("path", "none", "Also draw topology and schedule to a .svg or .png file."),
 }
-"""Flags that are not settings: values, default and help text."""
+"""Flags that are not settings, with their values, default and help text."""
 
 
-def read_flags(argv: Sequence[str], root: type) -> tuple[Tree, Path | None, EstimateRequest | None]:
-    """The settings of a command line for the dataclass `root`, the file of `--config`, and what `--plan` requests.
-    ``--help`` prints and exits.
+def read_command(argv: Sequence[str], root: type) -> tuple[Tree, EstimateRequest | None]:
+    """The settings of a command line and of its ``--config`` file for the dataclass `root`, and what `--plan` requests.
+    Flags override the file. ``--help`` prints and exits.
 
     Raises:
-        UserError: a flag is unknown, has an old name, is given twice, or has too few or too many values.
+        UserError: a file is missing or malformed; a name is unknown or old; a flag is given twice, or has too few or
+            too many values.
     """
     given = _flags(argv)
     if not given.keys().isdisjoint(("--help", "-h")):
         print_help(root)
         raise SystemExit(0)
-    config = Path(_one("--config", given.pop("--config"))) if "--config" in given else None
+    file = Path(_one("--config", given.pop("--config"))) if "--config" in given else None
     request = _estimate_request({flag: given.pop(flag) for flag in PLAN_FLAGS if flag in given})
-    refuse_moved("command line", ((tuple(flag.removeprefix("--").split(".")), given[flag]) for flag in given))
+    content = read_yaml(file) if file else ""
+    names = [name for name, _ in settings_of(content)] + [tuple(flag.removeprefix("--").split(".")) for flag in given]
+    refuse_moved(f"--config {file} and flags" if file else "command line", names)
     tree: Tree = {}
     for flag, values in given.items():
         _insert(tree, flag, values, root)
-    return tree, config, request
+    if request is None and "plan" in tree:  # In a file the section may wait for a later plan.
+        raise _without_plan(f"--plan.{next(iter(tree['plan']))}")
+    return merge(tree_of(content, root, file), tree) if file else tree, request
 
 
 def _estimate_request(given: Mapping[str, list[str]]) -> EstimateRequest | None:
@@ -79,14 +84,14 @@ def _estimate_request(given: Mapping[str, list[str]]) -> EstimateRequest | None:
             raise UserError.at(flag, found=f"`{values[0]}`", expected="no value", fix=f"write only {flag}")
     if "--plan" not in given:
         for flag in given:
-            raise without_plan(flag)
+            raise _without_plan(flag)
         return None
     plot = Path(_one("--plan-svg", given["--plan-svg"])).absolute() if "--plan-svg" in given else None
     return EstimateRequest(_world_size(given.get("--world-size", ["1"])), plot, "--plan-files" in given)
 
 
-def without_plan(flag: str) -> UserError:
-    """The error for a flag of `--plan` without it."""
+def _without_plan(flag: str) -> UserError:
+    """The error for a flag that only `--plan` uses, without `--plan`."""
     because, fix = "only a plan uses it", f"add --plan, or remove it and train with {LAUNCHER} --nproc-per-node"
     return UserError.at(flag, found="it without --plan", expected="both", because=because, fix=fix)
 
@@ -101,20 +106,20 @@ def _world_size(values: list[str]) -> int:
 
 def _flags(argv: Sequence[str]) -> dict[str, list[str]]:
     """The values of each flag. Raises `UserError`."""
-    found: dict[str, list[str]] = {}
+    values_by_flag: dict[str, list[str]] = {}
     flag = ""
     for word in argv:
         if word.startswith("--") or word == "-h":
             flag, equals, value = word.partition("=")
-            if flag in found:
+            if flag in values_by_flag:
                 raise UserError.at(flag, problem="given twice", fix="remove one")
-            found[flag] = [value] if equals else []
+            values_by_flag[flag] = [value] if equals else []
         elif not flag:
             expected = "a flag such as --config FILE"
             raise UserError.at("command line", found=f"`{word}`", expected=expected, fix="see --help")
         else:
-            found[flag].append(word)
-    return found
+            values_by_flag[flag].append(word)
+    return values_by_flag
 
 
 def _one(flag: str, values: list[str]) -> str:
@@ -178,7 +183,7 @@ class FlagRow(NamedTuple):
     flag: str
     """Its name, such as `--train.iters`."""
     values: str
-    """Its type in a user's words."""
+    """Its type, as users read it."""
     default: str
     """Its default, or a description of it."""
     text: str

@@ -1,8 +1,8 @@
 """Settings in a YAML file and in flags, and the dataclasses that are built from them.
 
-Values in both are text or lists of text, which `convert` converts to the type of their field. A tree of settings has
-the shape of the YAML file: sections, fields, and keys of mappings. Its leaves are `Setting` values, which remember
-their source for error messages. Both sources are read into such trees, the trees are merged, and `build` builds the
+Both sources have text or lists of text, which `convert` converts to the type of a field. A tree of settings has the
+shape of the YAML file: sections, fields, and keys of mappings. Its leaves are `Setting` values, which store where they
+come from for error messages. Both sources are read into such trees, the trees are merged, and `build` builds the
 dataclasses from the result.
 
 Mappings (``Mapping[str, T]``) take any key; dataclasses take only their fields.
@@ -26,12 +26,11 @@ from megatron_hetero.base.contents import is_url
 from megatron_hetero.base.errors import UserError, reason
 from megatron_hetero.base.files import read_text, unusable
 from megatron_hetero.config.fields import MODULES, Pattern, children, is_leaf, item_type, shown_name
-from megatron_hetero.config.moved import refuse_moved, settings_of
 from megatron_hetero.layout.grammar import did_you_mean
 
 T = TypeVar("T")
 MAX_BYTES = 1 << 20
-"""Maximum size of a YAML file: a hundred times a long one."""
+"""Maximum size of a YAML file in bytes: a hundred times a long one."""
 Tree = dict[str, Any]
 """Names to `Setting` leaves or further trees."""
 
@@ -52,7 +51,7 @@ class Setting:
 
 
 class ConversionError(Exception):
-    """The value found, and the value expected."""
+    """A value that cannot be converted: what was found, and what is expected."""
 
     def __init__(self, found: str, expected: str) -> None:
         super().__init__(found)
@@ -60,16 +59,16 @@ class ConversionError(Exception):
 
 
 def convert(value: object, kind: object, base: Path) -> object:
-    """`value` as a `kind`.
+    """Convert `value` to a `kind`.
 
     Args:
         value: text, or a list of texts.
-        kind: str, int, float, bool, Path, a Literal of texts or of integers, one of these or None, a tuple of
-            one of these, or the union of a Literal and the type of any other value.
+        kind: str, int, float, bool, Path, a Literal of texts or of integers, a union of one of these and None, a tuple
+            of one of these, or a union of a Literal and another of these types.
         base: the folder that relative paths start from.
 
     Raises:
-        ConversionError: the value is not a `kind`.
+        ConversionError: the value has another type.
     """
     origin, args = get_origin(kind), get_args(kind)
     if origin is tuple:
@@ -91,7 +90,7 @@ def convert(value: object, kind: object, base: Path) -> object:
 
 
 def describe(kind: object) -> str:
-    """A type in a user's words."""
+    """A type, as users read it."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return " or ".join("none" if arg is NoneType else describe(arg) for arg in args)
@@ -106,13 +105,13 @@ def _show(value: object) -> str:
     """A value as error messages quote it."""
     if value == "":
         return "no value"
-    # Only the first items of lists and mappings: YAML aliases expand a few lines without limit.
+    # Only the first items of lists and mappings, since YAML aliases may expand a few lines without limit.
     what = {list: "the list ", dict: "the mapping "}.get(type(value), "")
     return f"{what}`{value[:80] if isinstance(value, str) else reprlib.repr(value)}`"
 
 
 def _word(value: str, words: Iterable[str | int], other: object, base: Path) -> object:
-    """One of the `words`, or else the value as an `other` if there is one."""
+    """One of the `words` if the value names one, else the value as an `other`, unless that is None."""
     named = {str(word): word for word in words}
     if value in named:
         return named[value]
@@ -163,7 +162,7 @@ def _boolean(value: str) -> bool:
 def _integer(value: str) -> int:
     if not re.fullmatch(r"[+-]?[0-9]+(_[0-9]+)*", value):
         raise ConversionError(_show(value), "an integer")
-    if len(value) > 30 or abs(int(value)) >= 2**63:  # Python converts only some thousand digits.
+    if len(value) > 30 or abs(int(value)) >= 2**63:  # Python refuses to convert thousands of digits.
         raise ConversionError(_show(value), "an integer below 2^63")
     return int(value)
 
@@ -197,15 +196,16 @@ def step(kind: object, name: str, path: tuple[str, ...], where: str) -> object:
         what = f"field of {'.'.join(path)}" if path else "section"
         found = f"`{'.'.join((*path, name))}`{did_you_mean(name, known)}"
         expected = f"a {what}, one of {', '.join(known)}"
-        of_layout = path[:1] == (MODULES,) and ":" in name  # What a comma leaves of `{parallel: tp:4,dp:2}`.
-        fix = "quote layouts with commas inside braces" if of_layout else "rename or remove it"
+        # YAML splits `{parallel: tp:4,dp:2}` at the comma, which leaves the name `dp:2`.
+        is_layout = path[:1] == (MODULES,) and ":" in name
+        fix = "quote layouts with commas inside braces" if is_layout else "rename or remove it"
         raise UserError.at(where, found=found, expected=expected, fix=fix)
     return known[name]
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader for text, lists and mappings alone: scalars are text, whatever they look like (`0400`, `4:16`,
-    `on`, `2024-01-01`), and other tags are errors. So are duplicate keys.
+    """The safe loader, reduced to text, lists and mappings: scalars such as `0400`, `4:16`, `on` or `2024-01-01` are
+    text, and other tags are errors. So are duplicate keys.
     """
 
     # The stubs declare instance variables; PyYAML itself sets them on the class.
@@ -218,7 +218,7 @@ class _Loader(yaml.SafeLoader):
         if tag is None or tag.endswith((":str", ":seq", ":map"))
     }
 
-    # Not in construct_mapping, which may see a node after `<<` has merged in another's keys.
+    # Not in construct_mapping, which may get a node after `<<` has merged keys of another one into it.
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
@@ -232,21 +232,22 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def read_yaml(file: Path, root: type) -> Tree:
-    """The settings of a YAML file for the dataclass `root`; relative paths start from the file's folder.
-
-    Raises:
-        UserError: the file is missing or malformed, or has old names or keys that `root` lacks.
-    """
+def read_yaml(file: Path) -> object:
+    """The content of a YAML file, with text for all values. Raises `UserError` if it is missing or malformed."""
     try:
-        content = yaml.load(read_text(file, MAX_BYTES), Loader=_Loader)
+        return yaml.load(read_text(file, MAX_BYTES), Loader=_Loader) or ""
     except OSError as error:
         raise UserError.at(f"--config {file}", problem=reason(error), fix="correct the path") from None
     # Text that is not UTF-8 raises ValueError, deep nesting RecursionError.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise _broken(file, error) from None
-    refuse_moved(f"--config {file}", settings_of(content))
-    return _tree(content or "", root, (), file)
+
+
+def tree_of(content: object, root: type, file: Path) -> Tree:
+    """The settings in the content of a YAML file for the dataclass `root`; relative paths start from the file's folder.
+    Raises `UserError` if there are keys that `root` lacks.
+    """
+    return _tree(content, root, (), file)
 
 
 def _tree(content: object, kind: Any, path: tuple[str, ...], file: Path) -> Any:
@@ -276,7 +277,7 @@ def _broken(file: Path, error: Exception) -> UserError:
 
 
 def merge(base: Tree, over: Tree) -> Tree:
-    """The union of both trees; leaves of `over` override those of `base`."""
+    """The union of both trees; leaves of `over` override leaves of `base`."""
     both = {n: merge(base[n], over[n]) for n in base.keys() & over.keys() if isinstance(over[n], dict)}
     return base | over | both
 
@@ -296,7 +297,7 @@ def build(kind: type[T], tree: Tree) -> T:
 
 
 def _value(kind: Any, node: Any, path: tuple[str, ...], missing: list[str]) -> Any:
-    """The value of `node` as a `kind`. Required fields that have no value are added to `missing`."""
+    """Convert `node` to a `kind`. Required fields without a value are added to `missing`."""
     types, item = children(kind), item_type(kind)
     if types is not None:
         values = {}

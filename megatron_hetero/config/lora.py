@@ -31,21 +31,21 @@ class LoraConfig(Section):
     )
     alpha: float | None = option(None, "Adapters are scaled by alpha / r.", "r", above=0)
     dropout: float = option(
-        0.0, "Dropout of the input of adapters; those of experts have none.", at_least=0, at_most=0.99
+        0.0, "Dropout of the input of adapters; adapters of experts have none.", at_least=0, at_most=0.99
     )
     targets: tuple[str, ...] = option(
         (),
         "Linear layers with adapters: names as in PEFT (`q_proj`, `attn.qkv`, `experts.down_proj`) or patterns "
-        "(`*.layers.[0-3].*`). Others are frozen too, but for the projector if none of its layers is named.",
+        "(`*.layers.[0-3].*`). Other layers are frozen too, except the projector if none of its layers is named.",
         "all but projector and head",
     )
     rslora: bool = option(False, "Scale by alpha / sqrt(r) (rsLoRA).")
     patterns: Mapping[str, LoraPattern] = option(
-        {}, "Other ranks and alphas: r and alpha of the targets that PATTERN matches, a name or pattern as in targets."
+        {}, "Other ranks and alphas of the targets that PATTERN matches, a name or pattern as in targets."
     )
     lr_ratio: float = option(1.0, "Learning rate of B relative to A (LoRA+).", above=0)
     hf_path: Path | None = option(
-        None, "PEFT folder with the adapters to start from, whose rank and targets they have.", "new adapters"
+        None, "PEFT folder of adapters to start from, which also sets their ranks and targets.", "new adapters"
     )
 
     @property
@@ -57,13 +57,15 @@ class LoraConfig(Section):
         if self.hf_path is not None:
             for name in ("r", "alpha", "targets", "rslora", "patterns"):
                 if name in self.given:
-                    because = f"{section}.hf_path has adapters of its own"
+                    because = f"the folder {section}.hf_path sets it"
                     raise unused(f"{section}.{name}", getattr(self, name), because, "remove one of them")
         elif not self.r and self.given:
-            because = f"{section}.r is 0, so that there are no adapters"
+            because = f"there are no adapters, as {section}.r is 0"
             raise unused(f"{section}.{self.given[0]}", getattr(self, self.given[0]), because, f"set {section}.r")
 
 
 def matches(entry: str, name: str) -> bool:
-    """Whether an entry of targets or patterns matches a layer: the end of its `name` behind a dot, or by `fnmatch`."""
+    """Whether an entry of targets or patterns matches a layer: it equals the end of its `name` after a dot, or matches
+    by `fnmatch`.
+    """
     return fnmatchcase(name, entry) or name.endswith(f".{entry}")

@@ -1,4 +1,4 @@
-"""The record of a module: everything that the configuration says of one module, but for what freezes it."""
+"""The settings of one module, except what freezes it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NO_MODULES = frozenset(
     {"world", "config", "help", "model", "modules", "data", "boundary", "schedule", "train", "optimizer", "log"}
     | {"checkpoint", "export", "eval", "plan"}
 )
-"""Names that begin other flags: sections of the configuration, and what is no setting."""
+"""Words that begin other flags: sections of the configuration, and flags that are not settings."""
 _RESERVED = NO_MODULES | {
     *(TEXT, "projector", "image", "images", "video", "videos", "conversations", "id", "pipeline", "visual", "lm_head"),
 }
-"""Names that mean something else in flags, records, metrics or tensors' names."""
+"""Names with another meaning in flags, records, metrics or names of tensors."""
 
 
 def require_encoder_name(name: str, where: str) -> None:
@@ -35,7 +35,7 @@ def require_encoder_name(name: str, where: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleConfig(Section):
-    """A module, an entry of `modules`: the model's own, `vision` and `text`, or a further encoder with an `hf_path`."""
+    """An entry of `modules`: a module of the model, `vision` or `text`, or a further encoder with an `hf_path`."""
 
     parallel: str = option(
         "",
@@ -70,7 +70,7 @@ class ModuleConfig(Section):
     )
     tp_overlap: int = option(
         1,
-        "Parts in which layers exchange activations over tp, overlapped with matrix products. 1: no overlap.",
+        "Chunks in which layers exchange activations over tp, overlapped with matrix products. 1: no overlap.",
         at_least=1,
     )
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -99,9 +99,9 @@ class ModuleConfig(Section):
         if self.hf_path is not None:
             require_encoder_name(name, f"{section}.hf_path (--{name}-hf_path)")
             if self.token is None:
-                why, fix = "its rows take the place of a token of their own", "set it to a token of the tokenizer"
+                why, fix = "its rows replace placeholders of that token", "set it to a token of the tokenizer"
                 raise wrong(f"{section}.token", "no value", "a placeholder token with hf_path", why, fix)
             check_pixels(section, self.min_pixels, self.max_pixels)
         if name == TEXT and self.patches_per_call:
-            why, fix = f"{TEXT} is no encoder", f"set {section}.chunk to bound its memory, and remove it"
+            why, fix = f"{TEXT} is not an encoder", f"set {section}.chunk to bound its memory, and remove it"
             raise unused(f"{section}.patches_per_call", self.patches_per_call, why, fix)

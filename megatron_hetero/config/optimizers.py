@@ -1,4 +1,4 @@
-"""The optimizers that a configuration can name, and the settings of optimizer states."""
+"""Optimizers, and settings of their states and of gradients."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class OptimizerKind:
 
     Attributes:
         name: its name in the configuration.
-        moments: names of its tensors per parameter, as in the state of PyTorch's optimizer; an optimizer with moments
-            counts updates too.
+        moments: names of the tensors that it stores for a parameter, as in the state of PyTorch's optimizer; an
+            optimizer with moments also counts updates.
         sharded: whether each rank stores the state of a share of the elements.
-        unused: settings without effect on it.
+        unused: settings that have no effect on it.
     """
 
     name: str
@@ -35,7 +35,7 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = {
     )
 }
 NONE = OptimizerKind("none")
-"""The optimizer of weights that no step has trained."""
+"""The optimizer in checkpoints of weights that have not been trained."""
 
 
 def optimizer_kind(name: str) -> OptimizerKind:
@@ -50,7 +50,7 @@ class OptimizerConfig(Section):
     """Section `optimizer`."""
 
     name: Literal["adamw", "sgd"] = option("adamw", "AdamW, or plain SGD without momentum and weight decay.")
-    lr: float = option(1e-5, "Peak learning rate of modules without an `lr` of their own.", above=0)
+    lr: float = option(1e-5, "Peak learning rate of modules without an `lr`.", above=0)
     min_lr: float = option(0.0, "Final learning rate of the linear and cosine schedules.", at_least=0)
     lr_projector: float | None = option(
         None, "Peak learning rate of the projectors; min_lr scales with it.", "lr", above=0

@@ -1,4 +1,4 @@
-"""The configuration of a run: all sections, their checks against each other, and how it is loaded and saved.
+"""The configuration of a run: all sections, checks across sections, loading and saving.
 
 Flags override the YAML file, which overrides the defaults.
 """
@@ -15,8 +15,8 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.files import resolved
 from megatron_hetero.base.outputs import is_ours, lock_of
 from megatron_hetero.config.fields import Section, check_values, option, shown_name, unused, wrong
-from megatron_hetero.config.flags import EstimateRequest, read_flags, without_plan
-from megatron_hetero.config.load import Tree, build, merge, read_yaml
+from megatron_hetero.config.flags import EstimateRequest, read_command
+from megatron_hetero.config.load import build
 from megatron_hetero.config.modules import ModuleConfig
 from megatron_hetero.config.optimizers import OptimizerConfig
 from megatron_hetero.config.sections import (
@@ -84,7 +84,7 @@ class Config(Section):
 
 
 def _check_training(config: Config) -> None:
-    """Check the settings of steps against those of data and model."""
+    """Check the settings of steps against the settings of data and model."""
     train, optimizer = config.train, config.optimizer
     tokens, longest = train.tokens_per_micro_batch, config.data.max_seq_length
     if tokens is not None and tokens < longest:
@@ -116,7 +116,7 @@ def _check_evaluation(config: Config) -> None:
 
 
 def _check_paths(config: Config) -> None:
-    """Check, through symbolic links too, that the export and the log replace neither an input nor another output."""
+    """Check that the export and the log replace neither an input nor another output, with symbolic links resolved."""
     places = {name: resolved(path, name) for name, path in _inputs_and_outputs(config)}
     _require_outside_checkpoints("log.dir", config.log.dir, places)
     if config.export.hf_dir is None:
@@ -133,7 +133,7 @@ def _check_paths(config: Config) -> None:
 
 
 def _inputs_and_outputs(config: Config) -> Iterator[tuple[str, Path]]:
-    """All paths but the export, by setting."""
+    """All paths except the export, by setting."""
     model, resume = config.model, config.checkpoint.resume
     paths: dict[str, Path | None] = {"model.hf_path": model.hf_path, "model.hf_path_vision": model.hf_path_vision}
     paths |= {f"modules.{name}.hf_path": folder for name, folder in config.further_folders.items()}
@@ -148,7 +148,7 @@ def _inputs_and_outputs(config: Config) -> Iterator[tuple[str, Path]]:
 
 
 def _require_outside_checkpoints(setting: str, path: Path, places: Mapping[str, Path]) -> None:
-    """Check that an output has no name that is reserved in the folder of checkpoints, where a run moves and deletes."""
+    """Check that an output in the folder of checkpoints has no reserved name: a run moves and deletes such folders."""
     folder, target = places.get("checkpoint.dir"), resolved(path, setting)
     if folder is not None and folder in target.parents and is_ours(name := target.relative_to(folder).parts[0]):
         expected = f"a folder separate from checkpoint.dir ({folder})"
@@ -165,10 +165,8 @@ def load_command(argv: Sequence[str]) -> tuple[Config, EstimateRequest | None]:
     Raises:
         UserError: a file, name or value is invalid; the message names it and the fix.
     """
-    settings, file, request = read_flags(argv, Config)
-    if request is None and "plan" in settings:  # In a file the section may wait for a later plan.
-        raise without_plan(f"--plan.{next(iter(settings['plan']))}")
-    return _merged(settings, file), request
+    settings, request = read_command(argv, Config)
+    return build(Config, settings), request
 
 
 def load_config(argv: Sequence[str]) -> Config:
@@ -177,14 +175,10 @@ def load_config(argv: Sequence[str]) -> Config:
     Raises:
         UserError: as `load_command`, or the command line has ``--plan``.
     """
-    settings, file, request = read_flags(argv, Config)
+    config, request = load_command(argv)
     if request is not None:
         raise UserError.at("--plan", problem="not supported by this program", fix="use pretrain_vlm.py")
-    return _merged(settings, file)
-
-
-def _merged(settings: Tree, file: Path | None) -> Config:
-    return build(Config, merge(read_yaml(file, Config) if file else {}, settings))
+    return config
 
 
 def to_yaml(config: Config) -> str:
@@ -201,12 +195,12 @@ def _flat(value: object, name: str) -> Iterator[tuple[str, str]]:
     if not isinstance(value, dict):
         yield name, "none" if value is None else str(value)
         return
-    for part, below in value.items():
-        yield from _flat(below, f"{name}.{part}" if name else part)
+    for key, below in value.items():
+        yield from _flat(below, f"{name}.{key}" if name else key)
 
 
 def _plain(value: object) -> object:
-    """Values as YAML types: lists for tuples, text for paths. Of modules, those that differ from the default."""
+    """Values as YAML types: lists for tuples, text for paths; of modules only settings that differ from defaults."""
     if isinstance(value, ModuleConfig):
         return {name: _plain(getattr(value, name)) for name in value.given}
     if is_dataclass(value):

@@ -1,4 +1,4 @@
-"""The sections of a configuration: their settings with defaults, and what each section checks by itself.
+"""The sections of a configuration: settings with defaults, and the checks of each section.
 
 The sentence at each field is its help text and its row in docs/configuration.md.
 """
@@ -36,10 +36,10 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = option("bfloat16", "Dtype of weights and activations.")
     freeze: tuple[str, ...] = option(
         (),
-        "Parts to freeze (vision, projector, text; NAME and NAME_projector of a further encoder), or "
+        "Modules and projectors to freeze (vision, projector, text; NAME and NAME_projector of a further encoder), or "
         "patterns of tensor names, such as `model.layers.*.mlp.*`.",
     )
-    train: tuple[str, ...] = option((), "Parts and patterns that train, all others being frozen. Empty: all.")
+    train: tuple[str, ...] = option((), "Modules, projectors and patterns that train, and no others. Empty: all.")
     router_aux_loss_coef: float = option(
         0.0,
         "Coefficient of the loss that balances experts, as in transformers for each sample, weighted by supervised "
@@ -57,11 +57,8 @@ class ModelConfig(Section):
     )
 
     def _check(self, section: str) -> None:
-        for where, entries in ((f"{section}.freeze", self.freeze), (f"{section}.train", self.train)):
-            if len(set(entries)) != len(entries):
-                raise wrong(where, ", ".join(entries), "each part once", "", "remove the duplicate")
         if self.compile != "none" and self.backend == "te":
-            why, fix = "Transformer Engine has kernels of its own", "remove it, or set model.backend to torch"
+            why, fix = "Transformer Engine has its own kernels", "remove it, or set model.backend to torch"
             raise wrong(f"{section}.compile", self.compile, "none with model.backend te", why, fix)
 
 
@@ -80,7 +77,7 @@ class DatasetConfig(Section):
     )
     fields: Mapping[str, str] = option(
         {},
-        "Column, tar part or key (`json.caption`) that is the records' field FIELD, such as image, conversations, "
+        "Column, tar field or key (`json.caption`) that is the records' field FIELD, such as image, conversations, "
         "messages, question or answer.",
         "as named",
     )
@@ -144,12 +141,12 @@ class SampledDataset:
         return self.name if self.rate == 1 else f"{self.name}%{float(self.rate * 100):g}"
 
     def count(self, records: int) -> int:
-        """Samples per epoch from a data set of so many records, rounded up."""
+        """Samples per epoch from a data set of `records` records, rounded up."""
         return math.ceil(self.rate * records)
 
 
 def cache_folder(name: str) -> Path | None:
-    """A folder below the user's folder for caches; None without one, as in some containers."""
+    """A subfolder of the user's cache folder; None if the user has none, as in some containers."""
     with contextlib.suppress(RuntimeError):
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_hetero" / name
     return None
@@ -157,10 +154,10 @@ def cache_folder(name: str) -> Path | None:
 
 @dataclass(frozen=True, kw_only=True)
 class VideoConfig(Section):
-    """Section `data.video`. None: as the model's video processor has it."""
+    """Section `data.video`. None stands for the setting of the model's video processor."""
 
     rules: Literal["transformers", "authors"] = option(
-        "transformers", "Whose rules choose frames and sizes: `transformers`' or those of the model's authors."
+        "transformers", "Rules that choose frames and sizes: of `transformers`, or of the model's authors."
     )
     fps: float | None = option(
         None, "Frames per second to sample; a record's `fps` overrides it.", "the model's", above=0
@@ -186,7 +183,7 @@ class VideoConfig(Section):
 
     @property
     def index_folder(self) -> Path | None:
-        """The folder of `index`; None if there is no place for one."""
+        """The folder of `index`; None if it is not set and the user has no cache folder."""
         return self.index or cache_folder("videos")
 
     def _check(self, section: str) -> None:
@@ -249,7 +246,7 @@ class DataConfig(Section):
 
     @property
     def index_folder(self) -> Path | None:
-        """The folder of `index`; None if there is no place for one."""
+        """The folder of `index`; None if it is not set and the user has no cache folder."""
         return self.index or cache_folder("records")
 
     def require_registered(self, where: str, names: Iterable[str]) -> None:
@@ -405,7 +402,7 @@ Overridable = Literal[
     "data.video.text_after", "data.video.marks", "train.seed", "train.global_batch_size",
     "train.patches_per_micro_batch", "model.router_aux_loss_coef", "modules", "model.hf_path",
 ]  # fmt: skip
-"""Settings that `checkpoint.allow_changes` lets differ from the checkpoint's: they change what is trained."""
+"""Settings that change what is trained. With `checkpoint.allow_changes` they may differ from the checkpoint's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -472,9 +469,9 @@ class EvalConfig(Section):
 GpuName = Literal[
     "a10", "a100", "a100-40", "a100-80", "b200", "b300", "gb200", "h100", "h200", "l4", "l40s", "rtx-4090"
 ]
-# As `torch.cuda.mem_get_info` reports it: less than on NVIDIA's data sheets, since the driver and error correction use
-# some. It differs by 0.3 % between drivers; these are the smallest figures that PyTorch printed in reports ("GPU 0 has
-# a total capacity of ...").
+# As reported by `torch.cuda.mem_get_info`: less than on NVIDIA's data sheets, since the driver and error correction use
+# some. Figures differ by 0.3 % between drivers; these are the smallest ones that PyTorch printed in issue reports ("GPU
+# 0 has a total capacity of ...").
 USABLE_GIB: Mapping[GpuName, float] = {
     "a10": 22.03,  # A10G; 22.03 to 22.09 reported
     "a100": 79.14,  # 80 GB; 79.14 to 79.25
@@ -505,8 +502,8 @@ class EstimateConfig(Section):
     supervised: float = option(0.5, "Assumed share of these tokens that is supervised.", above=0, at_most=1)
     expert_imbalance: float = option(
         1.5,
-        "Assumed tokens of the rank whose experts get most, relative to the mean of its `ep` ranks. Routing decides, "
-        "and no token is dropped: the default is a guess for routers that were trained to balance, with a margin.",
+        "Assumed tokens of the rank whose experts get most, relative to the mean of its `ep` ranks; no token is "
+        "dropped. The default is a guess, with a margin, for routers that were trained to balance.",
         at_least=1,
     )
     memory_gb: GpuName | float | None = option(

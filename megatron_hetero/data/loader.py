@@ -43,7 +43,7 @@ from megatron_hetero.data.packing import PackedBatch, SampleLimits, TokenizedSam
 from megatron_hetero.data.partition import MicroBatchShare, StepPartitioner
 from megatron_hetero.data.processor import Processor, ReaderProcesses
 from megatron_hetero.data.token_ids import modules_with_dropout, token_ids
-from megatron_hetero.groups.collective import on_every, require_alike
+from megatron_hetero.groups.collective import on_every, require_same_facts
 from megatron_hetero.groups.platform import CPU
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.job.job import JobSpec
@@ -182,7 +182,7 @@ class StepLoader:
         fix = "run the same versions of program and NumPy with the same model on all nodes"
         because, ranks = "every rank computes shares from the same integers", range(self.topology.world_size)
         of_ranks = self._exchange(where, read_own)
-        require_alike(where, [facts for facts, _ in of_ranks], ranks, fix, because, absent=None)
+        require_same_facts(where, [facts for facts, _ in of_ranks], ranks, fix, because, absent=None)
         bad = {n: each for _, of_rank in of_ranks for n, each in of_rank.items() if n in samples}
         if bad:
             return self._load(step, own, {**found, **bad})

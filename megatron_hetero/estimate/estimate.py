@@ -90,9 +90,7 @@ class Estimate:
     def communicators(self) -> tuple[CommunicatorKind, ...]:
         """The communicators that a run creates after the world's, in order."""
         job = self.job
-        return communicators(
-            job.layouts, edges=job.edges, tied=job.tied, interleaved=job.interleaved, exchanging=job.exchanging
-        )
+        return communicators(job.layouts, edges=job.edges, needs=job.needs)
 
     # --------------------------------------------------------------------------------------------------- time
 

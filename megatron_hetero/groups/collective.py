@@ -1,7 +1,7 @@
-"""Runs work whose outcome all ranks must know, and compares facts that must be the same on all of them.
+"""Work whose outcome all ranks must know, and facts that must be the same on all ranks.
 
-Each begins with `meet`: ranks that call different ones on a group get an error that names both, where their collectives
-would take each other's values.
+Each function begins with `meet`: if ranks make different calls on a group, they get an error that names both calls.
+Their collectives would otherwise receive each other's values.
 """
 
 from __future__ import annotations
@@ -19,38 +19,41 @@ from megatron_hetero.base.errors import SharedError, UserError, main_place
 T = TypeVar("T")
 R = TypeVar("R")
 FIRST = 0
-"""The rank that decides for all."""
+"""The rank that does work for all."""
 Working = Callable[[], AbstractContextManager[None]]
 """A context for work of one rank that others wait for: see `Watchdog.working`."""
 Watched = Callable[[Callable[[], str]], AbstractContextManager[None]]
 """A context for waiting on other ranks, given a description of the wait: see `Watchdog.waiting`."""
 Facts = Mapping[str, str | None]
-"""Values that must be the same on all ranks, by name; None on a rank that does not know one."""
+"""Values that must be the same on all ranks, by name; None for a value that a rank does not know."""
 _MAX_SHOWN = 120
-"""Characters of a fact in a message."""
+"""Maximum characters of a fact in a message."""
 _NUMBERS = 62
-"""The most numbers that `meet` compares."""
-_PART = ".<locals>"
+"""Maximum numbers that `meet` compares."""
+_LOCALS = ".<locals>"
 _LOWEST = torch.iinfo(torch.int64).min
 
 
 def meet(group: dist.ProcessGroup, call: str, numbers: Sequence[int] = ()) -> list[int]:
-    """The highest of each of up to `_NUMBERS` numbers over the ranks of a group, in one small all-reduce, of the same
-    size for any `call`. Raises `SharedError` if another rank has come for another call.
+    """The maximum over the ranks of a group of each of up to `_NUMBERS` numbers, by one small all-reduce of a fixed
+    size. Raises `SharedError` if another rank makes another `call`.
     """
     tag = zlib.crc32(call.encode())
-    mine = [tag, -tag, *numbers, *[_LOWEST] * (_NUMBERS - len(numbers))]
-    highest = torch.tensor(mine, device=dist.distributed_c10d._get_object_coll_device(group))
-    dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-    most, least, *found = highest.tolist()
-    if most != -least:
+    padded = [tag, -tag, *numbers, *[_LOWEST] * (_NUMBERS - len(numbers))]
+    maxima = torch.tensor(padded, device=dist.distributed_c10d._get_object_coll_device(group))
+    dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+    highest_tag, lowest_tag, *result = maxima.tolist()
+    if highest_tag != -lowest_tag:
         calls: list[Any] = [None] * group.size()
         dist.all_gather_object(calls, (call, main_place()), group=group)
-        shown = {name.partition(_PART)[0]: place for name, place in reversed(calls)}
-        because, fix = "they would take each other's values", "make each call on all ranks, in the same order"
-        facts = [{"call": f"`{(own := name.partition(_PART)[0])}`{shown[own]}", "part": name} for name, _ in calls]
-        require_alike("calls of all ranks", facts, dist.get_process_group_ranks(group), fix, because)
-    return found[: len(numbers)]
+        places = {name.partition(_LOCALS)[0]: place for name, place in reversed(calls)}
+        because, fix = "they would receive each other's values", "make each call on all ranks, in the same order"
+        outer = [name.partition(_LOCALS)[0] for name, _ in calls]
+        facts = [
+            {"call": f"`{each}`{places[each]}", "step": name} for each, (name, _) in zip(outer, calls, strict=True)
+        ]
+        require_same_facts("calls of all ranks", facts, dist.get_process_group_ranks(group), fix, because)
+    return result[: len(numbers)]
 
 
 def on_every(group: dist.ProcessGroup | None, work: Callable[[], T], working: Working = nullcontext) -> list[T]:
@@ -59,18 +62,18 @@ def on_every(group: dist.ProcessGroup | None, work: Callable[[], T], working: Wo
     """
     if group is None:
         return [work()]
-    mine, problem = _attempt(work, working)
+    outcome = _attempt(work, working)
     meet(group, _call(on_every, work))
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, (mine, problem), group=group)
-    for _, found in gathered:
-        if found is not None:
-            raise SharedError(found)
-    return [result for result, _ in gathered]
+    outcomes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(outcomes, outcome, group=group)
+    for _, problem in outcomes:
+        if problem is not None:
+            raise SharedError(problem)
+    return [result for result, _ in outcomes]
 
 
 def on_first(group: dist.ProcessGroup | None, work: Callable[[], T], working: Working = nullcontext) -> T:
-    """The result of `work` on the first rank, which alone does it. Its `UserError` is raised on every rank, as a
+    """The result of `work`, which the first rank alone does. Its `UserError` is raised on every rank, as a
     `SharedError`. Without a group, this process is the only rank.
     """
     if group is None:
@@ -92,31 +95,32 @@ def on_first_of_all(
     """
     if group is None:
         return then([work()])
-    mine, is_first = _attempt(work, working), dist.get_rank(group) == FIRST
+    outcome, is_first = _attempt(work, working), dist.get_rank(group) == FIRST
     meet(group, _call(on_first_of_all, work))
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.gather_object(mine, gathered if is_first else None, dst=FIRST, group=group)
+    outcomes: list[Any] = [None] * dist.get_world_size(group)
+    dist.gather_object(outcome, outcomes if is_first else None, dst=FIRST, group=group)
 
     def finish() -> R:
-        _raise(next((problem for _, problem in gathered if problem is not None), None))
-        return then([result for result, _ in gathered])
+        _raise(next((problem for _, problem in outcomes if problem is not None), None))
+        return then([result for result, _ in outcomes])
 
     return on_first(group, finish, working)
 
 
 def all_or_none(group: dist.ProcessGroup, work: Callable[[], T], working: Working = nullcontext) -> T:
     """The result of `work` on this rank, once it has succeeded on all. The first `UserError` is raised on every rank;
-    success costs one small all-reduce. `work` may communicate, if all ranks that take part then raise or none.
+    success costs one small all-reduce. `work` may communicate, provided that either all ranks that take part raise or
+    none.
     """
-    mine: Any
-    mine, problem = _attempt(work, working)
+    result: Any
+    result, problem = _attempt(work, working)
     if any(meet(group, _call(all_or_none, work), [problem is not None])):
         raise_first(group, problem)
-    return mine
+    return result
 
 
 def raise_first(group: dist.ProcessGroup, problem: str | None) -> None:
-    """Raise the first `problem` on every rank, as a `SharedError`. All ranks call it, with their own or None."""
+    """Raise the first `problem` on every rank, as a `SharedError`. All ranks call it, with a problem or None."""
     if group.size() > 1:  # The only rank may have a `LocalGroup`.
         on_every(group, lambda: _raise(problem))
     elif problem is not None:
@@ -124,42 +128,42 @@ def raise_first(group: dist.ProcessGroup, problem: str | None) -> None:
 
 
 def require_equal(group: dist.ProcessGroup, where: str, facts: Facts, fix: str) -> None:
-    """Check that each fact is the same on all ranks of a host group that know it. All of them call it, with the same
-    names; equal facts cost one small all-reduce. Raises `SharedError`.
+    """Check that each fact is the same on all ranks of a host group that know it. All ranks call it with the same
+    names. Equal facts cost one small all-reduce. Raises `SharedError`.
     """
     digests = [None if fact is None else zlib.crc32(fact.encode()) for fact in facts.values()]
     ends = [end for each in digests for end in ([_LOWEST, _LOWEST] if each is None else [each, -each])]
-    found = [each for at in range(0, len(ends), _NUMBERS) for each in meet(group, where, ends[at : at + _NUMBERS])]
-    if not all(most in (-least, _LOWEST) for most, least in zip(found[::2], found[1::2], strict=True)):
-        require_alike(where, on_every(group, lambda: dict(facts)), dist.get_process_group_ranks(group), fix)
+    maxima = [each for at in range(0, len(ends), _NUMBERS) for each in meet(group, where, ends[at : at + _NUMBERS])]
+    if not all(high in (-low, _LOWEST) for high, low in zip(maxima[::2], maxima[1::2], strict=True)):
+        require_same_facts(where, on_every(group, lambda: dict(facts)), dist.get_process_group_ranks(group), fix)
 
 
 def require_same(group: dist.ProcessGroup | None, where: str, facts: Facts, fix: str, because: str = "") -> None:
     """Check that facts are the same on all ranks of a group of any device. Raises `SharedError`."""
-    if of_ranks := unlike(group, where, facts):
-        require_alike(where, of_ranks, dist.get_process_group_ranks(group), fix, because)
+    if facts_by_rank := differing_facts(group, where, facts):
+        require_same_facts(where, facts_by_rank, dist.get_process_group_ranks(group), fix, because)
 
 
-def unlike(group: dist.ProcessGroup | None, where: str, facts: Facts) -> list[Facts]:
+def differing_facts(group: dist.ProcessGroup | None, where: str, facts: Facts) -> list[Facts]:
     """The facts of all ranks, by rank; empty if they are equal. They are exchanged only if their digests differ."""
     digest = zlib.crc32(repr(list(facts.items())).encode())
-    most, least = (digest, -digest) if group is None else meet(group, where, [digest, -digest])
-    return on_every(group, lambda: facts) if most != -least else []
+    high, low = (digest, -digest) if group is None else meet(group, where, [digest, -digest])
+    return on_every(group, lambda: facts) if high != -low else []
 
 
-def require_alike(
+def require_same_facts(
     where: str,
-    of_ranks: Sequence[Facts],
+    facts_by_rank: Sequence[Facts],
     ranks: Sequence[int],
     fix: str,
     because: str = "",
     absent: str | None = "nothing",
 ) -> None:
-    """Check that each fact is the same on all `ranks`, whose facts are `of_ranks`; `absent` stands for a missing one.
-    Raises `SharedError` naming the first fact that differs, with two values.
+    """Check that each fact is the same on all `ranks`, whose facts are `facts_by_rank`. `absent` stands for a missing
+    fact. Raises `SharedError` with the first fact that differs and two of its values.
     """
     kinds: dict[tuple[tuple[str, str | None], ...], int] = {}  # The first rank with these facts.
-    for rank, facts in zip(ranks, of_ranks, strict=True):
+    for rank, facts in zip(ranks, facts_by_rank, strict=True):
         kinds.setdefault(tuple(facts.items()), rank)
     distinct = [(rank, dict(facts)) for facts, rank in kinds.items()]
     for name in dict.fromkeys(name for _, facts in distinct for name in facts):
@@ -180,8 +184,8 @@ def _attempt(work: Callable[[], T], working: Working) -> tuple[T | None, str | N
 
 
 def _call(kind: Callable[..., Any], work: Callable[..., Any]) -> str:
-    """The name of a call: the function in which `work` is defined, and which part of it this is."""
-    return f"{getattr(work, '__qualname__', type(work).__name__)}{_PART}.{kind.__name__}"
+    """The name of a call: the function in which `work` is defined, and the step in it."""
+    return f"{getattr(work, '__qualname__', type(work).__name__)}{_LOCALS}.{kind.__name__}"
 
 
 def _raise(problem: str | None) -> None:

@@ -1,10 +1,9 @@
 """Start and end of a process under torchrun (or alone): the default process group, and errors reported once.
 
-Ranks find each other in a store that the first of them, or torchrun, serves. The first rank waits for all others and
-reports who is missing.
+Ranks find each other in a store that rank 0 or torchrun serves. Rank 0 waits for all others and reports missing ones.
 
-However a run ends, one rank says why and all ranks go: a rank that fails exits without waiting for anyone, and
-torchrun stops the others.
+However a run ends, one rank reports why and all ranks exit: a rank that fails exits without waiting for others, and
+torchrun ends those.
 """
 
 from __future__ import annotations
@@ -43,24 +42,29 @@ from megatron_hetero.base.errors import UserError, main_place, place
 from megatron_hetero.base.terminal import prepare_outputs
 from megatron_hetero.layout.grammar import format_ranks
 
-# torch is imported where it is needed: until a program has set its signal handlers, any signal ends it.
+# torch is imported where it is needed: until a program has set its signal handlers, a signal ends it at once.
 if TYPE_CHECKING:
     import torch.distributed as dist
 
     from megatron_hetero.groups.platform import Platform
 
 T = TypeVar("T")
+FAILED = 70
+"""Exit status of a rank that failed for a reason that may be gone at the next start (EX_SOFTWARE)."""
 INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
 STOPPED_FILE = "MEGATRON_HETERO_STOPPED_FILE"
-"""The environment variable with which our launcher asks to be informed that the ranks stopped on request."""
-FINAL = "final"
-"""In the error file of a rank: that the next start would fail in the same way."""
+"""Environment variable with the file that a rank creates to inform our launcher that it stopped on request."""
 _MAX_SILENT_S = 15.0
-"""Longest silent wait for others."""
-_SLOWEST_POLL_S = 0.25
-_SLOWEST_REPORT_S = 2.0
+"""Maximum silent wait for others, in seconds."""
+_MAX_POLL_S = 0.25
+_MAX_REPORT_S = 2.0
+"""Time-out in seconds of a call to a store that may be gone."""
 _LINGERING_S = 1.0
 _OTHERS_S = 2.0
+"""Seconds that other ranks give rank 0 to report an error of all ranks."""
+_LOST_PEER_S = 10.0
+"""Seconds that a rank that lost another one gives that one to report why."""
 _PR_SET_PDEATHSIG = 1
 _DROPPED_S = 0.2
 _LOST_PEER = (
@@ -68,8 +72,8 @@ _LOST_PEER = (
     "Connection reset",
     "Broken pipe",
     "Socket closed",
-    "Connection was likely closed",  # of the store
-    # NCCL: c10d/NCCLUtils.cpp, and ncclGetErrorString. ncclSystemError may be this rank's own.
+    "Connection was likely closed",  # by the store
+    # NCCL: c10d/NCCLUtils.cpp, and ncclGetErrorString. ncclSystemError may have a cause on this rank.
     "NCCL communicator was aborted",
     "ncclRemoteError",
     "remote process exited or there was a network error",
@@ -81,13 +85,14 @@ _LOST_PEER = (
 
 @contextlib.contextmanager
 def process_group(timeout_s: float = 300.0, start_s: float = 1800.0) -> Iterator[Platform]:
-    """The platform of this process, with the default process group inside the context.
+    """Yield the platform of this process; inside, the default process group exists.
 
-    `timeout_s`: seconds after which the watchdog ends a process; the process groups' own time-out is longer
-    (`group_timeout`). `start_s`: seconds within which all ranks must join; missing ones are reported earlier.
+    Args:
+        timeout_s: time-out of the watchdog in seconds; process groups have a longer one (`group_timeout`).
+        start_s: time-out of the start, within which all ranks must join; missing ones are reported earlier.
 
-    Raises `UserError` if ranks are missing, if the environment does not say how to find them, or if this rank has no
-    device.
+    Raises:
+        UserError: ranks are missing, environment variables are missing or wrong, or this rank has no device.
     """
     alone = "RANK" not in os.environ
     require_ranks(meet=True)
@@ -110,26 +115,26 @@ def process_group(timeout_s: float = 300.0, start_s: float = 1800.0) -> Iterator
         if peers is not None:
             how = f" by {type(error).__name__}{place(reversed([*traceback.walk_tb(error.__traceback__)]))}"
             with contextlib.suppress(Exception):  # The store may be gone, or on a host that has stopped.
-                in_background(partial(peers.fail, how), "the end").result(_SLOWEST_REPORT_S)
+                in_background(partial(peers.fail, how), "the end").result(_MAX_REPORT_S)
         raise
-    # Only after success: a group that lost a member may hang when it is torn down, and `guarded` leaves without it.
-    if peers is not None:  # Not yet by a collective: those of a rank that has not come would pair with it.
+    # Only after success: a group that lost a member may hang when it is destroyed, and `guarded` exits without that.
+    if peers is not None:  # Not by a collective, which would pair with one of a rank that still works.
         peers.leave(f" `process_group`{main_place()}", timeout.total_seconds())
     dist.barrier()
     dist.destroy_process_group()
-    # gloo's threads drop the tensors of the last collectives: amid the end of the interpreter they would abort it.
+    # gloo's threads free the tensors of the last collectives: while the interpreter ends, that would abort it.
     time.sleep(_DROPPED_S)
 
 
 def meet(timeout_s: float) -> dist.Store:
-    """The store of the ranks, once all have joined. Raises `UserError` if one does not within `timeout_s`."""
+    """The store of all ranks, once they have joined. Raises `UserError` if one does not within `timeout_s`."""
     import torch.distributed as dist
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # torchrun on the first host may serve the store of all ranks.
+    # torchrun on the first host may serve the store.
     serves = rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = connect(address, port, "MASTER_ADDR and MASTER_PORT", serves=serves, timeout_s=timeout_s)
-    # As torch does: plain torchrun keeps its store if it starts the ranks again.
+    # As in torch: plain torchrun keeps its store when it restarts the ranks.
     store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     join(store, "rank", rank(), world_size(), timeout_s)
     return store
@@ -139,7 +144,7 @@ def connect(address: str, port: int, setting: str, *, serves: bool, timeout_s: f
     """The store at an address that `setting` names, served by this process or another. Raises `UserError`."""
     from torch.distributed import TCPStore
 
-    # Here, since torch would print the stack trace of each attempt.
+    # Wait here, since torch prints a stack trace of each attempt.
     ready = (lambda: resolves(address)) if serves else (lambda: _listens(address, port))
     _wait(
         ready,
@@ -152,11 +157,11 @@ def connect(address: str, port: int, setting: str, *, serves: bool, timeout_s: f
     except (RuntimeError, ValueError) as error:
         where, found = f"{setting}, {address}:{port}", str(error).splitlines()[0]
         expected, fix = "to open a port there" if serves else "a store there", "correct them, or choose another port"
-        raise UserError.at(where, found=found, expected=expected, because="the run meets in it", fix=fix) from None
+        raise UserError.at(where, found=found, expected=expected, because="ranks meet there", fix=fix) from None
 
 
 def join(store: dist.Store, what: str, number: int, size: int, timeout_s: float) -> None:
-    """Wait until all `size` hosts or ranks have called this. Raises `UserError`; number 0 names the missing ones."""
+    """Wait until all `size` hosts or ranks have called this. Raises `UserError`; number 0 names missing ones."""
     store.set(f"{what} {number} joined", "")
     if number == 0:
         missing = set(range(1, size))
@@ -173,24 +178,23 @@ def join(store: dist.Store, what: str, number: int, size: int, timeout_s: float)
 
 
 def _wait(done: Callable[[], bool], missing: Callable[[], str], timeout_s: float, *, reports: bool = True) -> None:
-    """Wait until `done`. Reports what is `missing` at growing intervals. Raises `UserError` after the time-out."""
+    """Wait until `done`. Prints what is `missing` at growing intervals. Raises `UserError` after the time-out."""
     start, next_report_s, pause_s = time.monotonic(), min(_MAX_SILENT_S, timeout_s / 4), 0.01
     while not done():
         waited = time.monotonic() - start
         if waited > timeout_s:
             where, found = "start of the run", f"no {missing()} after {waited:.0f} s"
-            because = "training begins with all of them"
             fix = "check the output of the missing ones, and whether the network lets them through"
-            raise UserError.at(where, found=found, expected="all hosts and ranks to join", because=because, fix=fix)
+            raise UserError.at(where, found=found, expected="all hosts and ranks to join", fix=fix)
         if reports and waited > next_report_s:
             next_report_s = 2 * waited
             print(f"waiting for {missing()} since {waited:.0f} s", file=sys.stderr, flush=True)
         time.sleep(pause_s)
-        pause_s = min(_SLOWEST_POLL_S, 1.5 * pause_s)
+        pause_s = min(_MAX_POLL_S, 1.5 * pause_s)
 
 
 def _listens(address: str, port: int) -> bool:
-    """Whether anybody listens there."""
+    """Whether a process listens on a port."""
     with contextlib.suppress(OSError, UnicodeError), socket.create_connection((address, port), timeout=5.0):
         return True
     return False
@@ -200,10 +204,10 @@ def _listens(address: str, port: int) -> bool:
 
 
 def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
-    """Run `main`, and end the process. Any error is reported on one rank and ends the process at once.
+    """Run `main` and end the process. An error is reported on one rank and ends the process at once.
 
-    Exit status: 0 if `main` returns, 1 for an error, 130 for Ctrl-C. If torchrun is killed, its ranks end too (on
-    Linux).
+    Exit status: 0 if `main` returns, 1 for a `UserError`, 70 for other exceptions, 130 for Ctrl-C. If torchrun is
+    killed, its ranks end too (on Linux).
     """
     _end_with_torchrun()
     prepare_outputs()
@@ -217,42 +221,40 @@ def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
 
 
 def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
-    """Run `main`; end the process if it fails."""
+    """Run `main`. Ends the process if that fails."""
     try:
         require_ranks()
-        with (
-            open(os.devnull, "w") as nowhere,
-            contextlib.redirect_stdout(nowhere if rank() > 0 and "--help" in argv else sys.stdout),
-        ):
-            main(argv)
+        main(argv)
     except SystemExit as end:
         if end.code:
-            _write_error_file(f"exit status {end.code}", final=True)
+            _write_error_file(f"exit status {end.code}")
         raise
     except KeyboardInterrupt:
         raise
     except UserError as error:
-        leave(f"error: {error}" if _is_first(str(error), _OTHERS_S * (rank() > 0)) else "", 1, final=True)
+        leave(f"error: {error}" if _is_first(str(error), _OTHERS_S * (rank() > 0)) else "", 1)
     except BaseException as error:
-        if not is_lost_peer(error):
+        if is_lost_peer(error):
+            summary = "\n".join((f"{type(error).__name__}: {error}".splitlines()[0], *getattr(error, "__notes__", ())))
+            message = f"rank {rank()} lost another rank, whose error is the cause: {summary}"
+            is_first = _is_first("lost rank", _LOST_PEER_S)
+        else:
+            message = f"rank {rank()} failed:\n{traceback.format_exc()}"
             lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-            first = _is_first(f"{type(error)} {lines}", _OTHERS_S * (rank() > 0))
-            leave(f"rank {rank()} failed:\n{traceback.format_exc()}" if first else "", 1)
-        first = _is_first("lost rank", 10.0)
-        short = "\n".join((f"{type(error).__name__}: {error}".splitlines()[0], *getattr(error, "__notes__", ())))
-        leave(f"rank {rank()} lost another rank, whose error is the cause: {short}" if first else "", 1)
+            is_first = _is_first(f"{type(error)} {lines}", _OTHERS_S * (rank() > 0))
+        leave(message if is_first else "", FAILED)
 
 
 def hide_stack_traces() -> None:
-    """Have torch's C++ code report errors only, not warnings with a stack trace for each connection that closes. For
-    this process and its children, before torch is imported; `TORCH_CPP_LOG_LEVEL=WARNING` shows them.
+    """Have torch's C++ code log errors only: its warnings have a stack trace for each connection that closes. Call it
+    before torch is imported; child processes inherit it, and `TORCH_CPP_LOG_LEVEL=WARNING` overrides it.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def ended(work: Callable[[], str | None]) -> int:
-    """Run the work of a command that is no rank, and print the text it returns. Returns the exit status: 1 for an
-    error, 130 for Ctrl-C.
+    """Run the work of a command that is not a rank, and print the text that it returns. Returns the exit status: 1 for
+    a `UserError`, 130 for Ctrl-C.
     """
     prepare_outputs()
     try:
@@ -268,38 +270,39 @@ def ended(work: Callable[[], str | None]) -> int:
 
 
 def _is_first(error: str, patience_s: float) -> bool:
-    """Whether this rank is to report an error, which is usually one of all ranks. It leaves an earlier one
-    `patience_s` to do so, and torchrun to end the others. Without torchrun, the store knows what has been reported.
+    """Whether this rank reports an error, which all ranks may have. It gives another one `patience_s` to do so, and
+    torchrun to end the others. Without torchrun, the store records what has been reported.
     """
-    end, first = time.monotonic() + (patience_s := patience_s + 0.5 * (rank() % 16)), True
+    patience_s += 0.5 * (rank() % 16)
+    end, is_first = time.monotonic() + patience_s, True
     with contextlib.suppress(Exception):  # There is no store yet, or no more.
         if "torch" in sys.modules and world_size() > 1:
             from megatron_hetero.groups.peers import Peers
 
             peers = Peers.of_world()
             assert peers is not None, "there are several ranks"
-            found = in_background(partial(peers.is_first, error, patience_s), "report")
-            first = found.result(patience_s + _SLOWEST_REPORT_S)
+            answer = in_background(partial(peers.is_first, error, patience_s), "report")
+            is_first = answer.result(patience_s + _MAX_REPORT_S)
             if rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
                 time.sleep(_LINGERING_S)  # The store ends with this rank.
     time.sleep(max(0.0, end - time.monotonic()))
-    return first
+    return is_first
 
 
 def _end_with_torchrun() -> None:
-    """Have the kernel kill this rank when the torchrun that started it dies: nobody else would, and the rank would
-    keep running next to those of the next start. SIGTERM is not enough: it may be deferred to the end of a step.
+    """Have the kernel kill this rank when the torchrun that started it dies. Otherwise it would keep running next to
+    the ranks of the next start. SIGTERM is not enough: it may be deferred to the end of a step.
     """
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-    if os.getppid() != parent:  # It died before the call.
+    if os.getppid() != parent:  # torchrun died before the call.
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether the error only means that another rank is gone."""
+    """Whether an error only means that another rank is gone."""
     return any(sign in str(error) for sign in _LOST_PEER)
 
 
@@ -309,26 +312,26 @@ def leave_interrupted() -> None:
 
 
 def note_stop() -> None:
-    """Inform the launcher, if it is ours, that this rank ended before the last step as requested."""
+    """Inform our launcher, if it started this rank, that the rank stopped before the last step, as requested."""
     if path := os.environ.get(STOPPED_FILE):
         Path(path).touch()
 
 
 def _leave_well() -> NoReturn:
-    """Exit with status 0 after other threads and exit handlers, without tearing the interpreter down: a thread of
-    gloo's that drops the tensors of the last collective meanwhile would abort the process, with "terminate called
-    without an active exception" (https://github.com/pytorch/pytorch/issues/190489).
+    """Exit with status 0 after other threads and exit handlers, without finalizing the interpreter: a thread of gloo's
+    that frees the tensors of the last collective meanwhile would abort the process, with "terminate called without an
+    active exception" (https://github.com/pytorch/pytorch/issues/190489).
     """
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
     atexit._run_exitfuncs()
     leave("", 0)
 
 
-def leave(message: str, status: int, *, final: bool = False) -> NoReturn:
-    """Print `message` and exit without waiting for threads or other ranks. `final`: the next start would fail too."""
+def leave(message: str, status: int) -> NoReturn:
+    """Print `message` and exit without waiting for threads or other ranks."""
     if status:
-        _write_error_file(message, final)
-    with contextlib.suppress(OSError, ValueError, RuntimeError):  # If they cannot be written, the status tells.
+        _write_error_file(message)
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # If nothing can be printed, the status remains.
         if message:
             print(message, file=sys.stderr)
         sys.stderr.flush()
@@ -336,26 +339,25 @@ def leave(message: str, status: int, *, final: bool = False) -> NoReturn:
     os._exit(status)
 
 
-def _write_error_file(message: str, final: bool) -> None:
+def _write_error_file(message: str) -> None:
     """Write the message to torchrun's error file (torch.distributed.elastic.multiprocessing.errors), which shows that
     this rank has reported why it ends.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # torchrun prints `py_callstack` in place of a traceback; the message has been printed.
-        callstack, now = "see this rank's message above", str(int(time.time()))
-        extra = {"py_callstack": callstack, "timestamp": now, FINAL: final}
+        extra = {"py_callstack": "see this rank's message above", "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
 
 
 def in_background(work: Callable[[], T], name: str) -> Future[T]:
-    """The result of `work`, computed on a thread that the process does not wait for at exit."""
+    """The result of `work`, computed on a thread for which the process does not wait at exit."""
     outcome: Future[T] = Future()
 
     def run() -> None:
         try:
             outcome.set_result(work())
-        except BaseException as error:  # Raised to whoever asks for the result.
+        except BaseException as error:  # Raised by `Future.result`.
             outcome.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()

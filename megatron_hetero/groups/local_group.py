@@ -1,6 +1,6 @@
-"""Process groups without a communicator: groups of one rank, and those used for their size and rank only."""
+"""Process groups without a communicator: groups of one rank, and groups of which only size and rank are used."""
 
-# PyTorch's stubs declare overloads that its own Python groups do not have either.
+# PyTorch's stubs declare overloads that PyTorch's own Python groups lack too.
 # pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 
 
 class LocalGroup(dist.ProcessGroup):
-    """The `ranks` of a group, ascending, as `rank` sees them, without a communicator.
+    """A group of the given `ranks`, ascending, on `rank`, without a communicator.
 
-    Collectives of one rank copy their input to their output; those of several ranks raise `RuntimeError`. Tensors may
-    be on any device.
+    In a group of one rank collectives copy their input to their output; in a larger one they raise `RuntimeError`.
+    Tensors may be on any device.
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, what: str):
@@ -26,7 +26,7 @@ class LocalGroup(dist.ProcessGroup):
         registry = dist.distributed_c10d._world
         registry.pg_group_ranks[self] = {member: at for at, member in enumerate(ranks)}
         registry.pg_map[self] = self.getBackendName(), None  # pyright: ignore[reportArgumentType]
-        registry.pg_backend_config[self] = self.getBackendName()  # what a profiler lists of every group
+        registry.pg_backend_config[self] = self.getBackendName()  # A profiler lists it for every group.
 
     @property
     def group_name(self) -> Any:
@@ -34,9 +34,9 @@ class LocalGroup(dist.ProcessGroup):
         return f"local:{','.join(map(str, self._ranks))}"
 
     def register(self) -> None:
-        """Make PyTorch find the group by its name."""
+        """Register the group with PyTorch under its name."""
         dist.distributed_c10d._world.pg_names[self] = self.group_name
-        # One of the same ranks may be registered: any of them will do.
+        # A group of the same ranks may be registered already, and serves as well.
         with contextlib.suppress(RuntimeError):
             dist.distributed_c10d._register_process_group(self.group_name, self)
 
@@ -47,8 +47,8 @@ class LocalGroup(dist.ProcessGroup):
     def _copied(self, outputs: list[Tensor], tensors: list[Tensor]) -> dist.Work:
         if len(self._ranks) > 1:
             raise RuntimeError(
-                f"{self._what}: found a collective over ranks {self._ranks}, expected none, because no communicator is "
-                "created for that group: ask it for its size and ranks only, or communicate along an axis by itself"
+                f"{self._what}: found a collective over ranks {self._ranks}, expected none, because that group has no "
+                "communicator: use its size and ranks only, or communicate along one axis at a time"
             )
         for output, tensor in zip(outputs, tensors, strict=True):
             if not _same_memory(output, tensor):
@@ -63,9 +63,9 @@ class LocalGroup(dist.ProcessGroup):
         return self._copied([output], [tensor])
 
     def _in_lists(self, outputs: list[Any], tensors: list[Any], *_: Any, **options: Any) -> dist.Work:
-        """One of both may have a list of the ranks' tensors for each tensor."""
-        mine = [[each[0] if isinstance(each, list) else each for each in side] for side in (outputs, tensors)]
-        return self._copied(*mine)
+        """Collectives in which outputs or inputs are lists with a tensor for each rank."""
+        local = [[each[0] if isinstance(each, list) else each for each in side] for side in (outputs, tensors)]
+        return self._copied(*local)
 
     allreduce = allreduce_coalesced = broadcast = reduce = barrier = _in_place
     allgather = gather = scatter = reduce_scatter = alltoall = _in_lists
@@ -77,14 +77,12 @@ class LocalGroup(dist.ProcessGroup):
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:
-    # Not by address, which fake tensors do not have.
+    # Not compared by address, which fake tensors lack.
     return one.untyped_storage() is other.untyped_storage() and one.storage_offset() == other.storage_offset()
 
 
 class SilentGroup(LocalGroup):
-    """A group of `size` ranks, this one the first, whose collectives leave outputs unchanged: for tensors without
-    values.
-    """
+    """A group of `size` ranks on its first rank, for tensors without values: collectives leave outputs unchanged."""
 
     def __init__(self, size: int):
         super().__init__(tuple(range(size)), 0, "measured group")
@@ -94,7 +92,7 @@ class SilentGroup(LocalGroup):
 
 
 class _Done(dist.Work):
-    """Work that has ended, with its results."""
+    """Finished work with its results."""
 
     def __init__(self, results: list[Tensor]):
         super().__init__()

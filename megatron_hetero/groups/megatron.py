@@ -1,5 +1,5 @@
-"""Where Megatron-Core is imported, but for `Layout.from_mpu`: names, the globals that are filled, and the collection of
-process groups that Megatron's layers take. `tests/versions.md` lists the names by release.
+"""The imports of Megatron-Core (but for `Layout.from_mpu`), its globals, and the collection of process groups that its
+layers take. `tests/versions.md` lists the names by release.
 
 Megatron-Core takes its process groups explicitly nearly everywhere. Two places still read globals: the buffer that
 sequence-parallel linears gather into, and the tracker of random states that a `TransformerBlock` forks. Neither
@@ -40,12 +40,12 @@ def _replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 
 def _compile_later(function: Any = None, *, compile_now: Any = torch.compile, **options: Any) -> Any:
-    """As `torch.compile`, which here waits for the first call of the function if there is one."""
+    """Like `torch.compile`, but a function is compiled at its first call."""
     compiled = cache(lambda: compile_now(function, **options))
     return wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs)) if function else compiled()
 
 
-# Decorators of Megatron-Core would load the compiler at import, in 2.3 of the 6 seconds in which a rank starts.
+# Decorators of Megatron-Core would load the compiler at import, which takes 2.3 of the 6 seconds of a rank's start.
 with _replaced(torch, compile=_compile_later):
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -61,9 +61,9 @@ MODEL_PARALLEL_STREAM = "model-parallel-rng"
 
 
 def prepare(platform: Platform) -> None:
-    """Make the places of Megatron-Core that take CUDA for granted work on this platform. Idempotent."""
-    prepare_environment()  # Does nothing if `process_group` has done it.
-    # It would advise one hardware queue; collectives of high priority begin in time with several.
+    """Make code of Megatron-Core that assumes CUDA work on this platform. Idempotent."""
+    prepare_environment()  # Does nothing after `process_group`.
+    # Suppresses the advice to use one hardware queue: collectives of high priority need several to begin in time.
     cast("Any", tensor_parallel.layers.linear_with_grad_accumulation_and_async_allreduce).warned = True
     if platform.is_cuda:
         return
@@ -76,7 +76,7 @@ def prepare(platform: Platform) -> None:
 
 
 class _CpuRNGStatesTracker(megatron_random.CudaRNGStatesTracker):
-    """Megatron's tracker of random states, on the generator of the CPU."""
+    """Megatron's tracker of random states, with the generator of the CPU."""
 
     def add(self, name: str, seed: int) -> None:
         with torch.random.fork_rng(devices=[]):
@@ -103,15 +103,15 @@ def prepare_globals(seed: int) -> None:
 
 
 def prepare_layers(seed: int, tp: int, pp: int) -> None:
-    """Fill Megatron's globals for Megatron's own models, after `prepare`, and let their layers take groups from their
-    collections.
+    """Fill Megatron's globals for Megatron's models, after `prepare`, and patch layers that ignore their collection of
+    groups.
 
-    Random streams are seeded as by `model_parallel_cuda_manual_seed` for a process at these coordinates. Streams that a
-    program with `parallel_state` has seeded stay.
+    Random streams are seeded as by `model_parallel_cuda_manual_seed` for a process at these coordinates, except streams
+    that a program with `parallel_state` has seeded.
     """
     _prepare_buffer()
     if hasattr(tensor_parallel.cross_entropy, "get_tensor_model_parallel_rank"):  # From 0.19 on it takes the group.
-        _patch(LanguageModule, "compute_language_model_loss", _loss_in_own_group)
+        _patch(LanguageModule, "compute_language_model_loss", _loss_in_group)
     _patch(WrappedTorchNorm, "__new__", _norm_on_shards)
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # A router reads it even without Transformer Engine.
@@ -140,8 +140,8 @@ def _patch(owner: type, name: str, wrapper: Any) -> None:
         setattr(owner, name, wraps(method)(lambda *args, **kwargs: wrapper(method, *args, **kwargs)))
 
 
-def _loss_in_own_group(compute: Any, model: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """The loss over the model's own tensor-parallel group; the unfused loss would use the group of `parallel_state`."""
+def _loss_in_group(compute: Any, model: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """The loss over the model's tensor-parallel group; the unfused loss would use the group of `parallel_state`."""
     group = model.pg_collection.tp
     with _replaced(
         tensor_parallel.cross_entropy,
@@ -153,8 +153,8 @@ def _loss_in_own_group(compute: Any, model: Any, *args: Any, **kwargs: Any) -> T
 
 
 def _norm_on_shards(make: Any, cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-    """A PyTorch norm on activations that are sharded over `tp`, which Megatron refuses. Its parameters are marked like
-    those of other norms, so that their gradients are summed over `tp`.
+    """A PyTorch norm on activations that are sharded over `tp`, which Megatron refuses. Its parameters are marked as in
+    other norms, so that their gradients are summed over `tp`.
     """
     if not config.sequence_parallel:
         return make(cls, config, *args, **kwargs)
@@ -174,15 +174,14 @@ def random_states(platform: Platform) -> dict[str, Tensor]:
 
 def set_random_states(states: Mapping[str, Tensor], platform: Platform) -> None:
     """Restore the states that `random_states` returned."""
-    of_tracker = {name.removeprefix("megatron-"): s for name, s in states.items() if name.startswith("megatron-")}
-    tracker: Any = megatron_random.get_cuda_rng_tracker()
-    tracker.set_states(of_tracker)
+    prefix, tracker = "megatron-", cast("Any", megatron_random.get_cuda_rng_tracker())
+    tracker.set_states({name.removeprefix(prefix): s for name, s in states.items() if name.startswith(prefix)})
     platform.set_random_states(states)
 
 
 @contextlib.contextmanager
 def without_processes(device: torch.device) -> Iterator[None]:
-    """Inside, Megatron's layers are built and run on `device` without a default process group and random streams."""
+    """Inside, Megatron's layers are built and run on `device` without a default process group or random streams."""
     with (
         _replaced(torch.cuda, current_device=lambda: device),
         _replaced(dist, is_initialized=lambda: True, get_rank=lambda *_: 0),
@@ -191,16 +190,16 @@ def without_processes(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _own_parameter_groups() -> contextlib.AbstractContextManager[None]:
-    """Inside, Megatron builds optimizers without communication. For use before threads that communicate are started.
+def _local_parameter_groups() -> contextlib.AbstractContextManager[None]:
+    """Inside, Megatron builds optimizers without communication. Use it before threads that communicate are started.
 
-    It would gather the kinds of parameter groups over the whole world, so that all ranks have the same ones, empty or
-    not. But ranks have different modules, and ranks of a frozen stage build no optimizer: the others would wait for
-    them forever.
+    Megatron gathers the kinds of parameter groups over the world, so that all ranks have the same ones, empty or not.
+    But here ranks have different modules, and ranks of a frozen stage build no optimizer: others would wait for them
+    forever.
     """
 
-    def gather(gathered: list[Any], mine: Any, *_: Any, **__: Any) -> None:
-        gathered[:] = [mine] * len(gathered)
+    def gather(gathered: list[Any], local: Any, *_: Any, **__: Any) -> None:
+        gathered[:] = [local] * len(gathered)
 
     return _replaced(dist, all_gather_object=gather)
 
@@ -215,8 +214,8 @@ class ModuleGroups(ProcessGroupCollection):
     `sp` is the axis `sp`, `context` the axis `cp`: among ranks `sp` varies faster, so that member i of `cp` is member
     i mod sp of its `sp` group and member i // sp of its `context` group.
 
-    `along` returns the group along axes of any view of the module's layout; `holders` has the group of each view over
-    which its parameters are split, by the view's name.
+    `along` returns the group along axes of any view of the module's layout. `holders` has, by name of a view, the group
+    over which the view splits parameters.
     """
 
     sp: dist.ProcessGroup = field(init=False)
@@ -228,13 +227,12 @@ class ModuleGroups(ProcessGroupCollection):
 def module_groups(
     group: Callable[..., dist.ProcessGroup], ends: dist.ProcessGroup | None, views: Iterable[View] = ()
 ) -> ModuleGroups:
-    """The collection for a module, given its groups along axes. `ends`: the group of its first and last stage; `views`:
+    """The collection of a module, given its groups along axes. `ends`: group of its first and last stage. `views`:
     further views of its layout.
     """
-    # There is one instance of the distributed optimizer, so that its `intra` groups are whole and no `inter` group is
-    # needed.
+    # The distributed optimizer has one instance: its `intra` groups have all ranks, and there is no `inter` group.
     samples = group(*GRADIENT_AXES)
-    # Without that view, experts are split like dense layers.
+    # Without the view of experts, they are split like dense layers.
     experts = next((view for view in views if view == EXPERTS), MAIN)
     groups: Any = ModuleGroups(
         along=group,
@@ -260,9 +258,9 @@ def module_groups(
         intra_dist_opt=group(*AXES),
         inter_dist_opt=None,
         embd=ends,
-        pos_embd=None,  # for positions that several stages embed, which Megatron's decoders do not
+        pos_embd=None,  # Only for positions that several stages embed, unlike Megatron's decoders.
     )
-    # From 0.18 on: groups of FSDP's gathers. From 0.19 on: weights with an axis of their own, here of one rank.
+    # From 0.18 on: groups of FSDP's gathers. From 0.19 on: weights with a separate axis, here of one rank.
     groups.dp_cp_ag = groups.expt_dp_ag = groups.gtp_remat = groups.expt_gtp_remat = None
     groups.dp_cp_gtp_remat, groups.expt_dp_gtp_remat = groups.dp_cp, groups.expt_dp
     groups.tp_ep_pp_with_egtp_remat = groups.tp_ep_pp
@@ -281,19 +279,19 @@ def megatron_optimizer(config: Any, ddps: list[Any], groups: ModuleGroups) -> An
     """Megatron's optimizer of a module that is wrapped in its `DistributedDataParallel`."""
     from megatron.core.optimizer import get_megatron_optimizer
 
-    with _own_parameter_groups():
+    with _local_parameter_groups():
         return get_megatron_optimizer(config, ddps, use_gloo_process_groups=False, pg_collection=groups)
 
 
 def gradients_for_norm(optimizer: Any) -> list[Tensor]:
-    """Gradients of one of Megatron's optimizers, of which each element is counted on one rank along `tp`."""
+    """Gradients of a Megatron optimizer, for a norm that counts each element on one rank along `tp`."""
     from megatron.core.optimizer import optimizer as kinds
 
     if hasattr(optimizer, "get_main_grads_for_grad_norm"):
         return optimizer.get_main_grads_for_grad_norm()
-    # From 0.19 on some parameters may have a norm of their own; here all have one.
-    own: Any = kinds.SEPARATE_GRAD_NORM_GROUPS  # pyright: ignore[reportAttributeAccessIssue]
-    return [gradient for kind in (None, *own) for gradient in optimizer.get_grads_for_grad_norm(kind)]
+    # From 0.19 on some parameters may have a separate norm; here all have the same one.
+    separate: Any = kinds.SEPARATE_GRAD_NORM_GROUPS  # pyright: ignore[reportAttributeAccessIssue]
+    return [gradient for kind in (None, *separate) for gradient in optimizer.get_grads_for_grad_norm(kind)]
 
 
 def te_layers() -> Any:

@@ -1,4 +1,4 @@
-"""The ranks of a process group, as one of them sees them in a store: who works, waits, has left or failed."""
+"""What ranks report to each other through a store: that they work, wait, have left or failed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 UNWATCHED = "nothing that is watched"
-"""What a rank says that waits in no action."""
+"""Answer of a rank that waits in no watched action."""
 PAUSE_S = 2.0
-"""The most seconds between requests of a rank that waits; all have three times as long to answer what they wait in."""
+"""Maximum seconds between polls of a rank that waits. Ranks have three times as long to answer a roll call."""
 _PREFIX = "watchdog"
 _LEFT = "left"
 _MAX_LINES = 32
 
 
 class Peers:
-    """The ranks of a process group, as one of them sees them in a store."""
+    """The ranks of a process group, from the point of view of one of them."""
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
         self._shared, self._rank, self._ranks = store, rank, ranks
@@ -44,7 +44,7 @@ class Peers:
         return self._shared.clone()  # pyright: ignore[reportAttributeAccessIssue] (the stub lacks it)
 
     def any_works(self, works: bool) -> bool:
-        """Report whether this rank works. Returns whether any rank has reported work since the last call."""
+        """Report whether this rank works. Returns whether any rank has reported work since the previous call."""
         before, self._work = self._work, self._store.add(f"{_PREFIX}/work", int(works))
         return before is not None and before != self._work
 
@@ -55,7 +55,7 @@ class Peers:
     def answer(self, doing: str) -> None:
         """Report what this rank waits in."""
         key = f"{_PREFIX}/{self._rank} waits"
-        if not (doing.startswith(UNWATCHED) and self._store.check([key])):  # Another watchdog may know better.
+        if not (doing.startswith(UNWATCHED) and self._store.check([key])):  # Another watchdog may have reported more.
             self._store.set(key, doing)
 
     def fail(self, how: str) -> None:
@@ -64,8 +64,8 @@ class Peers:
         self._store.set(f"{_PREFIX}/failed", "")
 
     def leave(self, how: str, timeout_s: float) -> None:
-        """Report that this rank has come to its end, and wait for the others, which may still work. Raises
-        `ConnectionError` if one of them fails, or does not come within `timeout_s`.
+        """Report that this rank has finished, and wait for the others, which may still work. Raises `ConnectionError`
+        if one of them fails, or does not finish within `timeout_s`.
         """
         self._store.set(f"{_PREFIX}/{self._rank} left", f"{_LEFT}{how}")
         if self._store.add(f"{_PREFIX}/left", 1) == self._ranks:
@@ -88,8 +88,8 @@ class Peers:
         return self._store.add(key, 1) == 1
 
     def roll_call(self, seconds: float, doing: str) -> dict[int, str | None] | None:
-        """Give up `doing`, and wait up to `seconds` for the others to answer what they wait in: None for those that do
-        not. Returns None if another rank has given up before, which reports for all.
+        """Give up `doing`, and wait up to `seconds` for the answers of all ranks: what each one waits in, or None for
+        no answer. Returns None if another rank has given up before, which reports for all.
         """
         self.answer(doing)
         if self._store.add(f"{_PREFIX}/given up", 1) > 1:
@@ -97,15 +97,15 @@ class Peers:
         keys, end = [f"{_PREFIX}/{rank} waits" for rank in range(self._ranks)], time.monotonic() + seconds
         while not self._store.check(keys) and time.monotonic() < end:
             time.sleep(min(0.2, seconds / 10))
-        return {rank: self._said(rank) for rank in range(self._ranks)}
+        return {rank: self._answer_of(rank) for rank in range(self._ranks)}
 
-    def _said(self, rank: int) -> str | None:
+    def _answer_of(self, rank: int) -> str | None:
         keys = f"{_PREFIX}/{rank} left", f"{_PREFIX}/{rank} waits"
         return next((self._store.get(key).decode() for key in keys if self._store.check([key])), None)
 
 
 def suspected(answers: Mapping[int, str | None]) -> str:
-    """Which ranks are to blame that others wait, from the answers to a roll call."""
+    """Which ranks probably make others wait, according to the answers to a roll call."""
     if not answers:
         return "a rank that it waits for is gone or does something else"
     if left := [rank for rank, doing in answers.items() if (doing or "").startswith(_LEFT)]:
@@ -118,12 +118,12 @@ def suspected(answers: Mapping[int, str | None]) -> str:
 
 
 def listed(answers: Mapping[int, str | None]) -> str:
-    """A line for each thing that ranks wait in."""
+    """Text with a line for each action that ranks wait in."""
     ranks: dict[str, list[int]] = {}
     for rank, doing in answers.items():
         if doing is not None:
             ranks.setdefault(doing, []).append(rank)
-    lines = [f"\n  {_named(own)}: {doing}" for doing, own in ranks.items()]
+    lines = [f"\n  {_named(who)}: {doing}" for doing, who in ranks.items()]
     return "".join(lines[:_MAX_LINES]) + ("\n  ..." if len(lines) > _MAX_LINES else "")
 
 

@@ -1,4 +1,4 @@
-"""CUDA with NCCL, or a CPU with gloo: the only file that distinguishes them."""
+"""Platforms: CUDA with NCCL, or a CPU with gloo. No other file distinguishes them."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ from megatron_hetero.layout.communicators import group_of
 CPU = torch.device("cpu")
 
 MAX_GRAPHS = 64
-"""The most graphs of one compiled function: for each module, local width, number format and padding, with and without
-gradients. Beyond them PyTorch runs it as single operations, each of which takes memory.
+"""Maximum graphs of one compiled function: for each module, local width, number format and padding, with and without
+gradients. Beyond it PyTorch runs the function as single operations, each of which takes memory.
 """
 HEADROOM = 512 << 20
-"""Bytes of a GPU that tensors leave to kernels that CUDA loads, and buffers that NCCL allocates, at first use."""
+"""Bytes of a GPU that tensors leave free for kernels that CUDA loads and buffers that NCCL allocates at first use."""
 
 
 @dataclass
 class _Compiler:
-    """Whether `torch.compile` makes kernels for the GPUs of all ranks; None: not tried yet."""
+    """The state of `torch.compile` in this process."""
 
     works: bool | None = None
+    """Whether it can build kernels for GPUs: on all ranks if they have agreed, else on this one. None: not tried."""
     instead: Callable[..., Any] | None = None
-    """Runs functions on tensors without values, in place of compiled ones, as `instead(function, *inputs)`."""
+    """Called as `instead(function, *inputs)` in place of compiled functions, for tensors without values."""
 
 
 _COMPILER = _Compiler()
 
 
 def _gpus_compile() -> bool:
-    """Whether `torch.compile` makes kernels for GPUs: on all ranks if they have agreed, else on this one."""
+    """Whether `torch.compile` can build kernels for GPUs, which the first call finds out."""
     if _COMPILER.works is None:
         problem = compile_problem(torch.device("cuda", torch.cuda.current_device()))
         _COMPILER.works = problem is None
@@ -54,9 +55,8 @@ def _gpus_compile() -> bool:
 
 
 def compile_problem(device: torch.device) -> str | None:
-    """Compile and run a kernel on the device. Returns the problem; None if it works.
-
-    Triton and a compiler are not enough: the code that launches kernels is built with Python's headers.
+    """Compile and run a kernel on the device. Returns why that fails, or None. Besides Triton and a C compiler it takes
+    Python's headers, with which the code that launches kernels is built.
     """
     try:
         compiled(_one_more)(torch.ones(2, device=device)).sum().item()
@@ -77,13 +77,13 @@ def _without_compiler(problem: str) -> str:
 
 
 def compiles_for(tensor: torch.Tensor) -> bool:
-    """Whether `torch.compile` makes kernels for the device of `tensor`, which must be a GPU."""
+    """Whether `torch.compile` builds kernels for the device of `tensor`: never for a CPU."""
     return _COMPILER.instead is not None if tensor.is_meta else tensor.is_cuda and _gpus_compile()
 
 
 @contextlib.contextmanager
 def instead_of_compiled(run: Callable[..., Any]) -> Iterator[None]:
-    """Inside, `run(function, *inputs)` replaces compiled functions for tensors without values (on `meta`)."""
+    """Inside, `run(function, *inputs)` replaces compiled functions for tensors on `meta`, which have no values."""
     before, _COMPILER.instead = _COMPILER.instead, run
     try:
         yield
@@ -93,15 +93,15 @@ def instead_of_compiled(run: Callable[..., Any]) -> Iterator[None]:
 
 @cache
 def compiled(function: Callable[..., Any], *, dynamic: bool = True) -> Callable[..., Any]:
-    """`function` by `torch.compile`, once for tensors of any length. Without `dynamic`, one graph with fixed sizes of
-    all dims but those marked as dynamic, which makes better kernels.
+    """Compile a function by `torch.compile`, once for tensors of any length. Without `dynamic`, all dims have fixed
+    sizes except those marked as dynamic, which gives better kernels.
     """
     make = cache(partial(torch.compile, function, dynamic=dynamic, fullgraph=not dynamic))
 
     def run(*inputs: Any) -> Any:
         if _COMPILER.instead is not None and any(isinstance(x, torch.Tensor) and x.is_meta for x in inputs):
             return _COMPILER.instead(function, *inputs)
-        # Here, as settings belong to a thread, and backward passes run in other threads.
+        # Set here, as settings belong to a thread, and backward passes run in other threads.
         if torch._dynamo.config.recompile_limit < MAX_GRAPHS:
             torch._dynamo.config.recompile_limit = MAX_GRAPHS
         return make()(*inputs)
@@ -118,15 +118,15 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Platform:
-    """The device of this process, and the backends of collectives on its tensors and on those of the host.
-
-    `timeout`: time-out of collectives; None leaves it to PyTorch.
-    """
+    """The device of this process, and the backends of its collectives."""
 
     device: torch.device
     backend: str
+    """The backend of collectives on tensors of the device."""
     host_backend: str = "gloo"
+    """The backend of collectives on tensors in host memory."""
     timeout: timedelta | None = None
+    """The time-out of collectives; None is PyTorch's default."""
 
     @classmethod
     def detect(cls, local_rank: int = 0) -> Platform:
@@ -141,33 +141,33 @@ class Platform:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether tensors live on a GPU."""
+        """Whether the device is a GPU."""
         return self.device.type == "cuda"
 
     @property
     def compiles(self) -> bool:
-        """Whether `torch.compile` makes kernels for the device, which must be a GPU."""
+        """Whether `torch.compile` builds kernels for the device: never for a CPU."""
         return self.is_cuda and _gpus_compile()
 
     def agree_to_compile(self, group: dist.ProcessGroup) -> None:
-        """Compile a kernel on each rank of a host `group`. If one cannot, none compiles, so that all compute alike, and
-        the first rank warns. Does nothing on a CPU.
+        """Compile a kernel on each rank of a host `group`. If that fails on any rank, no rank compiles, so that all
+        compute the same, and the first rank warns. Does nothing on a CPU.
         """
         if self.is_cuda:
             problems = on_every(group, lambda: compile_problem(self.device))
-            found = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
-            _COMPILER.works = not found
-            if found and dist.get_rank(group) == FIRST:
-                warnings.warn(_without_compiler(found[0]), stacklevel=2)
+            failures = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
+            _COMPILER.works = not failures
+            if failures and dist.get_rank(group) == FIRST:
+                warnings.warn(_without_compiler(failures[0]), stacklevel=2)
 
     def leave_headroom(self) -> None:
-        """Limit PyTorch's allocator to the memory that process groups leave of the GPU, less `HEADROOM`: it raises "out
-        of memory" before CUDA and NCCL, which allocate beside it, run out. A lower limit stays.
+        """Limit PyTorch's allocator to the memory that process groups leave free, less `HEADROOM`: it then raises "out
+        of memory" before CUDA and NCCL, which allocate memory too, run out. Keeps a lower limit.
         """
         if self.is_cuda:
             free, total = torch.cuda.mem_get_info(self.device)
-            most = (free + torch.cuda.memory_reserved(self.device) - HEADROOM) / total
-            limit = min(torch.cuda.get_per_process_memory_fraction(self.device), max(0.0, most))
+            share = (free + torch.cuda.memory_reserved(self.device) - HEADROOM) / total
+            limit = min(torch.cuda.get_per_process_memory_fraction(self.device), max(0.0, share))
             torch.cuda.set_per_process_memory_fraction(limit, self.device)
 
     @property
@@ -177,25 +177,25 @@ class Platform:
 
     @property
     def connects_late(self) -> bool:
-        """Whether ranks connect in the first call of each kind on a process group, as with NCCL, and their hosts wait
-        for each other then. gloo connects when it creates the group.
+        """Whether ranks connect, and hosts wait for each other, in the first call of each kind on a process group, as
+        with NCCL. gloo connects when it creates the group.
         """
         return self.backend != "gloo"
 
     @property
     def prefers_all_reduce(self) -> bool:
-        """Whether an all-reduce is faster than a reduce-scatter of the same tensor, as it is with gloo."""
+        """Whether an all-reduce is faster than a reduce-scatter of the same tensor, as with gloo."""
         return self.backend == "gloo"
 
     def init_process_group(self, **options: Any) -> None:
         """`torch.distributed.init_process_group` for this platform."""
         if self.is_cuda:
             torch.cuda.set_device(self.device)
-            # Eager, so that groups are splits. The wrapper of debug level DETAIL cannot be split (PyTorch 2.11): with
-            # it, communicators are created one by one, at first use.
+            # Eager, so that groups are splits. With debug level DETAIL, whose wrapper cannot be split (PyTorch 2.11),
+            # communicators are created one by one, at first use.
             if dist.get_debug_level() != dist.DebugLevel.DETAIL:
                 options["device_id"] = self.device
-            # It serves modules whose `tp` spans all ranks.
+            # Urgent, since modules whose `tp` spans all ranks use it.
             options["pg_options"] = self._options(None, urgent=True)
         dist.init_process_group(self.backend, **options)
 
@@ -204,25 +204,25 @@ class Platform:
     ) -> dist.ProcessGroup | None:
         """Create process groups with disjoint ranks for tensors of the device.
 
-        Every rank of the world calls it, with the same groups. Returns the one that this rank is in, or None.
-        `what` names them in traces and debuggers. `max_ctas`: limit of their kernels on a GPU, if not NCCL's choice.
-        `urgent`: they run beside matrix products, on streams of high priority.
+        Every rank of the world calls it, with the same groups. Returns the group of this rank, or None. `what` names
+        the groups in traces and debuggers. `max_ctas`: maximum CTAs of their kernels on a GPU; None leaves them to
+        NCCL. `urgent`: whether their kernels run beside matrix products, on streams of high priority.
         """
         options = self._options(max_ctas, urgent)
         if dist.group.WORLD.bound_device_id is not None:  # pyright: ignore[reportOptionalMemberAccess]
-            # One `ncclCommSplit` of all ranks. `new_group` would call it for each group, on all ranks too.
+            # One `ncclCommSplit` of all ranks. `new_group` would call it on all ranks for each group.
             ranks = list(map(list, groups))
             group = dist.split_group(split_ranks=ranks, timeout=self.timeout, pg_options=options, group_desc=what)
-            return group if group_of(groups, dist.get_rank()) else None  # From 2.14 on outsiders get -100.
-        return self._own_group(groups, self.backend, what, options)
+            return group if group_of(groups, dist.get_rank()) else None  # From 2.14 on other ranks get -100.
+        return self._local_group(groups, self.backend, what, options)
 
     def _options(self, max_ctas: int | None, urgent: bool) -> Any:
-        """Options of NCCL; None for other backends. A split does not inherit those of its parent."""
+        """Options of NCCL, which a split does not inherit from its parent; None for other backends."""
         if self.backend != "nccl":
             return None
-        nccl: Any = dist.ProcessGroupNCCL  # Builds of PyTorch for CPUs have none.
+        nccl: Any = dist.ProcessGroupNCCL  # Builds of PyTorch for CPUs lack it.
         options = nccl.Options(is_high_priority_stream=urgent)
-        if self.timeout is not None:  # PyTorch warns if it differs from the group's.
+        if self.timeout is not None:  # PyTorch warns if it differs from the time-out of the group.
             options._timeout = self.timeout
         if max_ctas is not None:
             options.config.max_ctas = max_ctas
@@ -230,34 +230,34 @@ class Platform:
 
     def split_hosts(self, groups: Sequence[tuple[int, ...]], what: str) -> dist.ProcessGroup | None:
         """Create process groups like `split`, for tensors in host memory."""
-        return self._own_group(groups, self.host_backend, what)
+        return self._local_group(groups, self.host_backend, what)
 
     def host_group(self, what: str) -> dist.ProcessGroup:
         """Create a process group of all ranks for tensors in host memory. Every rank calls it."""
         group = dist.new_group(backend=self.host_backend, timeout=self.timeout, group_desc=what)
         return cast("dist.ProcessGroup", group)  # This rank is in it.
 
-    def _own_group(
+    def _local_group(
         self, groups: Sequence[tuple[int, ...]], backend: str, what: str, options: Any = None
     ) -> dist.ProcessGroup | None:
-        """Create only this rank's group, with its other members.
+        """Create only this rank's group, together with its other members.
 
-        If other ranks had to take part (without `use_local_synchronization`), those outside would split the
-        communicator of the world if that is NCCL's, and those inside would not if the group is gloo's: a hang.
+        If all ranks took part (without `use_local_synchronization`), ranks outside a group of gloo would split the
+        world's communicator of NCCL, while its members would not: a hang.
         """
         rank = dist.get_rank()
-        own = group_of(groups, rank)
-        # Members name their group by its ranks and the number of their groups, which must be equal on all ranks: those
-        # outside create one by themselves.
+        members = group_of(groups, rank)
+        # A group is named by its ranks and the number of groups of a rank, which must be equal on all ranks: a rank
+        # without a group creates one by itself.
         group = dist.new_group(
-            list(own or (rank,)),
+            list(members or (rank,)),
             backend=backend,
             timeout=self.timeout,
             pg_options=options,
             use_local_synchronization=True,
             group_desc=what,
         )
-        return None if own is None else cast("dist.ProcessGroup", group)
+        return None if members is None else cast("dist.ProcessGroup", group)
 
     def synchronize(self) -> None:
         """Wait until the device has finished its work."""
@@ -265,7 +265,7 @@ class Platform:
             torch.cuda.synchronize(self.device)
 
     def peak_memory_bytes(self) -> int:
-        """The highest memory so far: allocated by tensors on a GPU, resident in the process on a CPU."""
+        """Peak memory so far in bytes: allocated for tensors on a GPU, resident in the process on a CPU."""
         if self.is_cuda:
             return torch.cuda.max_memory_allocated(self.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -285,13 +285,13 @@ class Platform:
         code = int(cuda.cudaHostRegister(address, zeros.nbytes, 1))
         if code:
             raise _no_host_memory(size, f"CUDA error {code}")
-        # The view ends with the last tensor. The finaliser owns the pages, which would otherwise unmap themselves
-        # before it runs. At exit the driver may be gone.
+        # The view lives as long as the last tensor. The finaliser refers to the pages, which would otherwise unmap
+        # themselves before it runs. It does not run at exit, when the driver may be gone.
         finalize(view, lambda _: cuda.cudaHostUnregister(address), pages).atexit = False
         return zeros
 
     def side_streams(self, number: int) -> tuple[torch.cuda.Stream, ...]:
-        """Streams of the device beside the current one; none on a CPU."""
+        """New streams of the device; none on a CPU."""
         return tuple(torch.cuda.Stream() for _ in range(number)) if self.is_cuda else ()
 
     def random_states(self) -> dict[str, torch.Tensor]:
@@ -306,8 +306,8 @@ class Platform:
             torch.cuda.set_rng_state(states["cuda"], self.device)
 
     def enter_megatron_scope(self) -> None:
-        """For the rest of the process, have a literal `device="cuda"` and `Tensor.cuda()` mean this platform's device.
-        Does nothing if that is a GPU. Idempotent.
+        """For the rest of the process, make a literal `device="cuda"` and `Tensor.cuda()` mean this platform's device.
+        Does nothing on a GPU. Idempotent.
         """
         modes = torch.overrides._get_current_function_mode_stack()
         if not self.is_cuda and not any(isinstance(mode, _CudaMeansCpu) for mode in modes):
@@ -321,14 +321,14 @@ class Platform:
 
 
 def answer_for_cuda() -> None:
-    """From now on in this process, have what Megatron-Core asks of `torch.cuda` without a GPU answered for the CPU."""
+    """For the rest of the process, make the functions of `torch.cuda` that Megatron-Core calls work without a GPU."""
     torch.cuda.current_device = lambda: CPU  # type: ignore[assignment]
     torch.cuda.current_stream = torch.cpu.current_stream  # type: ignore[assignment]
     torch.cuda.synchronize = lambda *_, **__: None  # type: ignore[assignment]
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Sends `device="cuda"` and `Tensor.cuda()` to the CPU."""
+    """Redirects `device="cuda"` and `Tensor.cuda()` to the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -340,7 +340,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _CudaTypeMeansCpu(_CudaMeansCpu):
-    """Makes `Tensor.type()` return the CUDA types that Megatron's optimizers check for, too."""
+    """Also makes `Tensor.type()` return the CUDA types that Megatron's optimizers check for."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:

@@ -1,8 +1,8 @@
 """All modules' layouts bound to a world of ranks, with the process groups that they need.
 
-`layout.communicators` says which groups there are, and which share one split. Every rank creates them eagerly, in one
-order, and checks each: by a sum of known values, or a known value that is sent. Then all collectives are used once,
-since on NCCL hosts wait for each other at first use.
+`layout.communicators` says which groups there are and which share one split. Every rank creates them eagerly, in the
+same order, and checks each one by a sum of known values or by sending a known value. Then every collective is called
+once, since with NCCL hosts wait for each other at first use.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from megatron_hetero.layout.communicators import (
     CommunicatorKind,
     Direction,
     EdgeUse,
+    GroupNeeds,
     Link,
     Ranks,
     Use,
@@ -49,10 +50,10 @@ if TYPE_CHECKING:
     from megatron_hetero.groups.megatron import ModuleGroups
 
 CONNECTING_BYTES = (2**10, 2**20, 2**26)
-"""Sizes that `_connect` communicates on a GPU; elsewhere size makes no difference."""
+"""Sizes of the tensors that `_connect` communicates on a GPU, in bytes; on a CPU one size is enough."""
 
 Links = Mapping[tuple[Direction, int], dist.ProcessGroup]
-"""Groups of this rank and a neighbour in a pipeline, by direction and the sending pipeline coordinate."""
+"""Groups of this rank and a neighbouring stage, by direction and pipeline coordinate of the sender."""
 
 
 class BoundaryGroups(NamedTuple):
@@ -64,35 +65,37 @@ class BoundaryGroups(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """Layouts, this process's rank and its process groups.
-
-    `layouts` maps module to layout; `world` spans all ranks on the device's backend; `host` spans them for tensors in
-    host memory. It is never `world`, so that another thread can use it meanwhile. `files` is one more host
-    group, for writing and reading checkpoints.
-    `host_replicas`: for each module that decodes data, a host group of its replica's ranks, for that other thread too.
-    `boundaries`: for each edge of the graph of modules, groups of the ranks of both its ends. `planned`: host groups of
-    the same ranks, for edges that are planned from what each rank knows, which are `planned_edges` on all ranks.
-    `pipelines`: for each of this rank's modules with stages, its links to the neighbouring stages.
-    Groups that this rank has no part in are missing.
-    `watchdog`: ends the process if a call of all ranks waits for too long.
-    `graph`: graph of the modules, if the topology was built for one.
-    """
+    """Layouts of modules, this process's rank, and its process groups. Groups that this rank is not in are missing."""
 
     platform: Platform
+    """The device of tensors, and the backends of their collectives."""
     rank: int
+    """The rank of this process."""
     world_size: int
+    """The number of ranks."""
     layouts: Mapping[str, Layout]
+    """The layout of each module."""
     world: dist.ProcessGroup
+    """The group of all ranks on the device's backend."""
     host: dist.ProcessGroup
+    """The group of all ranks for tensors in host memory. Never `world`, so that another thread can use it meanwhile."""
     files: dist.ProcessGroup
+    """One more host group of all ranks, for writing and reading checkpoints."""
     host_replicas: Mapping[str, dist.ProcessGroup]
+    """For each module that decodes data, a host group of its replica's ranks, for that other thread too."""
     boundaries: Mapping[Edge, BoundaryGroups]
+    """For each edge of the graph of modules, the groups of the ranks at both its ends."""
     planned: Mapping[Edge, dist.ProcessGroup]
+    """For each of the `planned_edges`, a host group of the ranks at both its ends."""
     pipelines: Mapping[str, Links]
+    """For each of this rank's modules with stages, its links to the neighbouring stages."""
     _groups: Mapping[Axes, dist.ProcessGroup]
     watchdog: Watchdog
+    """Ends the process if a call of all ranks waits for too long."""
     planned_edges: tuple[Edge, ...] = ()
+    """Edges that are planned from what each rank knows; the same on all ranks."""
     graph: Graph | None = None
+    """The graph of modules, if the topology was built for one."""
 
     @classmethod
     def build(
@@ -103,9 +106,7 @@ class Topology:
         decoding: Collection[str] = (),
         edges: Collection[Edge | tuple[str, str]] = (),
         planned: Collection[Edge | tuple[str, str]] = (),
-        tied: Collection[str] = (),
-        interleaved: Collection[str] = (),
-        exchanging: Collection[str] = (),
+        needs: Mapping[str, GroupNeeds] | None = None,
         megatron: Collection[str] | None = None,
         check: bool = True,
         timeout_s: float = 300.0,
@@ -114,18 +115,16 @@ class Topology:
         """Create all groups on the initialised default process group, and check them.
 
         Args:
-            layouts: of the modules, by name.
-            platform: where tensors are, and what their collectives use.
+            layouts: layouts of the modules, by name.
+            platform: the device of tensors, and the backends of their collectives.
             decoding: modules whose replicas share decoded data.
-            edges: of the graph of modules; (from, to) alone is from the last stage to the first.
+            edges: edges of the graph of modules; a pair (from, to) goes from the last stage to the first.
             planned: edges, in `edges` or not, that are planned from what each rank knows, see `Boundary.plan`.
-            tied: modules whose first and last stage hold copies of one parameter.
-            interleaved: modules with virtual stages.
-            exchanging: modules whose layers exchange tokens for heads along `cp` too, as gated delta nets do.
-            megatron: modules that Megatron's own schedules or optimizers run, which communicate along more axes. All by
-                default.
-            check: whether each group is checked, which also connects its ranks: on NCCL schedules rest on that. Not
-                possible if the backend does not communicate.
+            needs: further needs of modules: copies of a parameter, virtual stages, exchanges along `cp`.
+            megatron: modules that Megatron's own schedules or optimizers run, which communicate along more axes; by
+                default all.
+            check: whether each group is checked. The check also connects its ranks, on which schedules rely with NCCL.
+                Not possible if the backend does not communicate.
             timeout_s: a call of all ranks, here or later with this topology, that takes longer, in seconds, ends the
                 process with a message that says where each rank is. 0: never.
             watchdog: the rank's existing watchdog, instead of a new one with `timeout_s`.
@@ -137,68 +136,62 @@ class Topology:
         watchdog = watchdog or Watchdog.of_world(timeout_s, platform)
         with watchdog.waiting(lambda: "the creation of process groups, with all other ranks,"):
             _require_layouts(layouts, dist.get_world_size())
-            _require_modules(layouts, decoding=decoding, tied=tied, interleaved=interleaved, exchanging=exchanging)
-            planned = [as_edge(edge, layouts) for edge in _ordered(planned)]
-            declared = dict.fromkeys([*(as_edge(edge, layouts) for edge in _ordered(edges)), *planned])
-            rank, world = dist.get_rank(), dist.group.WORLD
+            _require_modules(layouts, decoding=decoding, needs=needs or ())
+            rank, world, everybody = dist.get_rank(), dist.group.WORLD, tuple(range(dist.get_world_size()))
             assert world is not None, "the default process group is initialised"
-            everybody = tuple(range(dist.get_world_size()))
-            _level(platform)
-            # Hosts first: the groups of some of them are named by how many groups a rank has.
-            host, files = platform.host_group("host"), platform.host_group("files")
-            replicas = {name: replica_groups(layouts[name]) for name in layouts if name in decoding}
-            planning = {edge: (edge_ranks(layouts, edge),) for edge in planned}
-            hosts = _host_groups({**replicas, **planning}, everybody, host, platform)
-            own = layouts if megatron is None else megatron
-            kinds = communicators(
-                layouts, edges=declared, tied=tied, interleaved=interleaved, exchanging=exchanging, megatron=own
-            )
+            planned_edges = tuple(as_edge(edge, layouts) for edge in _ordered(planned))
+            all_edges = dict.fromkeys([*(as_edge(edge, layouts) for edge in _ordered(edges)), *planned_edges])
+            for_megatron = layouts if megatron is None else megatron
+            kinds = communicators(layouts, edges=all_edges, needs=needs, megatron=for_megatron)
             if platform.backend == "nccl":
                 require_streams(kinds, everybody)
-            groups = [(kind, _create(kind, everybody, platform, watchdog)) for kind in kinds]
-            mine = {kind: group for kind, group in groups if group is not None}
+            _equalize_counts(platform)
+            # Host groups come first: some are named by the number of groups that a rank has.
+            host, files = platform.host_group("host"), platform.host_group("files")
+            replicas = {name: replica_groups(layouts[name]) for name in layouts if name in decoding}
+            planning = {edge: (edge_ranks(layouts, edge),) for edge in planned_edges}
+            hosts = _host_groups({**replicas, **planning}, everybody, host, platform)
+            created = [(kind, _create(kind, everybody, platform, watchdog)) for kind in kinds]
+            groups = {kind: group for kind, group in created if group is not None}
             if check:
-                _check_sum(world, everybody, rank, platform.device)
-                for kind, group in mine.items():
-                    _check_kind(kind, group, layouts, rank, platform.device)
-                if platform.connects_late:
-                    for group in dict.fromkeys([world, *(group for kind, group in mine.items() if kind.collects)]):
-                        _connect(group, platform.device)
-                for ranks, group in (*hosts.items(), ((everybody,), files)):
-                    if group is not None and (members := group_of(ranks, rank)):
-                        _check_sum(group, members, rank, CPU)
-            by_use = {use: group for kind, group in mine.items() for use in kind.uses_of(rank)}
-            of_edges = {edge: edge_ranks(layouts, edge) for edge in declared}
+                _check_devices(groups, layouts, world, platform)
+                _check_hosts([*hosts.items(), ((everybody,), files)], rank)
+            by_use = {use: group for kind, group in groups.items() for use in kind.uses_of(rank)}
+            ranks_by_edge = {edge: edge_ranks(layouts, edge) for edge in all_edges}
             return cls(
-                platform,
-                rank,
-                len(everybody),
-                MappingProxyType(dict(layouts)),
-                world,
-                host,
-                files,
-                {name: group for name, groups in replicas.items() if (group := hosts[groups]) is not None},
-                {edge: _boundary(by_use, edge, ranks, rank) for edge, ranks in of_edges.items() if rank in ranks},
-                {edge: group for edge, groups in planning.items() if (group := hosts[groups]) is not None},
-                {name: _links(by_use, name) for name, layout in layouts.items() if rank in layout and layout.pp > 1},
-                MappingProxyType({use: group for use, group in by_use.items() if isinstance(use, Axes)}),
-                watchdog,
-                tuple(planned),
+                platform=platform,
+                rank=rank,
+                world_size=len(everybody),
+                layouts=MappingProxyType(dict(layouts)),
+                world=world,
+                host=host,
+                files=files,
+                host_replicas={name: group for name, each in replicas.items() if (group := hosts[each]) is not None},
+                boundaries={
+                    edge: _boundary(by_use, edge, ranks, rank) for edge, ranks in ranks_by_edge.items() if rank in ranks
+                },
+                planned={edge: group for edge, each in planning.items() if (group := hosts[each]) is not None},
+                pipelines={
+                    name: _links(by_use, name) for name, layout in layouts.items() if rank in layout and layout.pp > 1
+                },
+                _groups=MappingProxyType({use: group for use, group in by_use.items() if isinstance(use, Axes)}),
+                watchdog=watchdog,
+                planned_edges=planned_edges,
             )
 
     def has(self, module: str) -> bool:
-        """Whether this rank has a part of `module`. Raises `KeyError` if there is no such module."""
+        """Whether `module` has this rank. Raises `KeyError` if there is no such module."""
         if module not in self.layouts:
             raise KeyError(f"no module `{module}`; there are {', '.join(self.layouts) or 'none'}")
         return self.rank in self.layouts[module]
 
     def shard(self, module: str, samples: Any) -> Any:
-        """Return the samples of this rank's replica of `module`: replicas get contiguous, nearly equal shares of
-        `samples` in order, the same on all ranks of a replica; empty on a rank without the module.
+        """Return the samples of this rank's replica of `module`, none on a rank without the module. Replicas get
+        contiguous, nearly equal shares of `samples`, in order.
 
             pictures = topology.shard("vision", pictures)
 
-        `samples`: a list, range, array, tensor or whatever has a length and slices, the same on all ranks. Raises
+        `samples`: a list, range, array, tensor or anything else with a length and slices, the same on all ranks. Raises
         `KeyError` if there is no such module.
         """
         if not self.has(module):
@@ -210,14 +203,14 @@ class Topology:
     def mesh(self, module: str, view: str = MAIN.name) -> DeviceMesh:
         """The ranks of `module` as PyTorch's mesh, with the groups of this topology.
 
-        Its dimensions are the axes of a view of its layout, `pp`, `dp`, `cp`, `sp` and `tp` in the main one, including
-        those of size 1: ``fully_shard(model, mesh=topology.mesh("vision")["dp"])``. Raises `KeyError` as `group`, and
+        Its dimensions are the axes of a view of its layout (`pp`, `dp`, `cp`, `sp` and `tp` in the main view), also if
+        their size is 1: ``fully_shard(model, mesh=topology.mesh("vision")["dp"])``. Raises `KeyError` as `group`, and
         `UserError` if there is no such view.
         """
         self._require(module)
         layout = self.layouts[module]
         degrees = layout.degrees_in(layout.view(view))
-        names = tuple(degrees)[::-1]  # From the slowest among ranks to the fastest.
+        names = tuple(degrees)[::-1]  # From the axis that varies slowest among ranks to the fastest.
         groups = [self.group(module, axis) for axis in names]
         for group in groups:
             if isinstance(group, LocalGroup):
@@ -226,11 +219,12 @@ class Topology:
         return DeviceMesh.from_group(groups, self.platform.device.type, ranks, mesh_dim_names=names)
 
     def group(self, module: str, *axes: str) -> dist.ProcessGroup:
-        """The group of this rank along `axes` of one view of `module`'s layout, or between `ENDS`.
+        """The group of this rank along `axes` of one view of `module`'s layout, or between `ENDS`. The order of axes
+        does not matter.
 
-        It has a communicator for the ranks along one axis, along all of `sp`, `cp` and `dp`, along the axes of another
-        view that hold its parts or sum its gradients, and along `communicators.MEGATRON_AXES` for modules in `megatron`
-        of `build`. Other groups know their ranks only. The order of axes does not matter.
+        Groups along one axis, along all of `sp`, `cp` and `dp`, along the axes over which another view splits
+        parameters or sums gradients, and along `communicators.MEGATRON_AXES` for modules in `megatron` of `build` have
+        a communicator. Other groups know their ranks only.
 
         Raises:
             KeyError: there is no such module, or the rank is not in it.
@@ -245,13 +239,13 @@ class Topology:
         if (use := Axes(module, axes, layout.view_of(*axes))) in self._groups:
             return self._groups[use]
         ranks = layout.group_of(self.rank, *axes)
-        alike = (group for use, group in self._groups.items() if use.module == module and _ranks(group) == ranks)
-        return next(alike, None) or LocalGroup(ranks, self.rank, f"group along {', '.join(axes)} of `{module}`")
+        others = (group for use, group in self._groups.items() if use.module == module and _ranks(group) == ranks)
+        return next(others, None) or LocalGroup(ranks, self.rank, f"group along {', '.join(axes)} of `{module}`")
 
     def _require(self, module: str) -> None:
         if not self.has(module):
             ranks = format_ranks(self.layouts[module].ranks)
-            raise KeyError(f"rank {self.rank} has no part of `{module}`, whose ranks are {ranks}")
+            raise KeyError(f"rank {self.rank} is not in `{module}`, whose ranks are {ranks}")
 
     def collection(self, module: str) -> ModuleGroups:
         """The process groups of `module` for Megatron-Core's layers on this rank. Raises `KeyError` as `group`."""
@@ -268,9 +262,7 @@ def build(
     layouts: Mapping[str, str | Layout] | None = None,
     *,
     platform: Platform | None = None,
-    tied: Collection[str] = (),
-    interleaved: Collection[str] = (),
-    exchanging: Collection[str] = (),
+    needs: Mapping[str, GroupNeeds] | None = None,
     megatron: Collection[str] | None = None,
     decoding: Collection[str] = (),
     planned: bool = True,
@@ -279,17 +271,17 @@ def build(
     watchdog: Watchdog | None = None,
     **named: str | Layout,
 ) -> Topology:
-    """Build the topology for the modules of `graph`, each in the layout with its name. All ranks call it alike.
+    """Build the topology for the modules of `graph`, each in the layout with its name. All ranks make the same call.
 
         topology = build(graph, vision="dp:8", text="tp:4,dp:2")
         topology = build(graph, {"vision": "dp:8", "text": "tp:4,dp:2"})
 
     Args:
         graph: the modules, and the edges between them.
-        layouts, named: by module; a layout without ranks is on all of them.
-        platform: where tensors are; by default the current GPU if the default process group is NCCL's, else the CPU.
+        layouts, named: layouts by module; one without ranks covers all ranks.
+        platform: the device of tensors; by default the current GPU if the default process group has NCCL, else the CPU.
         planned: whether ranks exchange which rows cross, as a `Runner` does (see `Boundary.plan`).
-        check: whether ranks compare their arguments, and check each group. The others are as for `Topology.build`.
+        check: whether ranks compare their arguments, and check each group. Further arguments: see `Topology.build`.
 
     Raises:
         UserError: on all ranks. A module has no layout, or the graph not the module; a layout does not fit the ranks;
@@ -308,9 +300,7 @@ def build(
     if check:
         facts = _facts(graph, parsed) | {
             "problem": str(problem or "none"),
-            "tied": str(sorted(tied)),
-            "interleaved": str(sorted(interleaved)),
-            "exchanging": str(sorted(exchanging)),
+            "needs": str({name: each for name, each in sorted((needs or {}).items()) if each != GroupNeeds()}),
             "megatron": "all" if megatron is None else str(sorted(megatron)),
         }
         with watchdog.waiting(lambda: "`build`, with all other ranks,"):
@@ -323,9 +313,7 @@ def build(
         edges=graph.edges,
         planned=graph.edges if planned else (),
         decoding=decoding,
-        tied=tied,
-        interleaved=interleaved,
-        exchanging=exchanging,
+        needs=needs,
         megatron=megatron,
         check=check,
         watchdog=watchdog,
@@ -353,7 +341,7 @@ def _parsed(graph: Graph, layouts: Mapping[str, str | Layout]) -> dict[str, Layo
             fix = f"add {name}=..."
             raise UserError.at("build", found=f"no layout of `{name}`", expected="one for each module", fix=fix)
         if name not in graph.modules:
-            expected = one_of(graph.modules, "modules in the graph", "those of")
+            expected = one_of(graph.modules, "modules in the graph")
             raise UserError.at("build", found=f"a layout of `{name}`", expected=expected, fix="remove it")
     world = dist.get_world_size()
     return {
@@ -372,30 +360,30 @@ def _platform() -> Platform:
 
 
 def _require_layouts(layouts: Mapping[str, Layout], world: int) -> None:
-    """Check that these are layouts in the world."""
+    """Check the layouts and their names in a world of ranks."""
     for name, layout in layouts.items():
         where = f"Topology.build: layout of `{name}`"
         if "." in name:
-            because, fix = "dots part names of modules, stages and tensors", "rename the module"
+            because, fix = "dots separate names of modules, stages and tensors", "rename the module"
             raise UserError.at(where, found="a dot in its name", expected="none", because=because, fix=fix)
         if not isinstance(layout, Layout):
             found, fix = f"a {type(layout).__name__}", "parse it with `resolve` or `Layout.parse`"
             raise UserError.at(where, found=found, expected="a Layout", fix=fix)
         if layout.ranks[-1] >= world:
-            expected = f"ranks from 0 to {world - 1}, those of the default process group"
+            expected = f"ranks from 0 to {world - 1}, as in the default process group"
             raise UserError.at(where, found=f"`{layout}`", expected=expected, fix="start more ranks, or use fewer")
 
 
 def _require_modules(layouts: Mapping[str, Layout], **collections: Collection[str]) -> None:
-    """Check that arguments name modules."""
+    """Check that these arguments name modules that have a layout."""
     for argument, names in collections.items():
         if unknown := [name for name in names if name not in layouts]:
-            found, expected = f"`{unknown[0]}`", one_of(layouts, "layouts", "some of")
+            found, expected = f"`{unknown[0]}`", one_of(layouts, "layouts")
             raise UserError.at(f"Topology.build: {argument}", found=found, expected=expected, fix="name its modules")
 
 
 def _ordered(edges: Collection[Edge | tuple[str, str]]) -> Collection[Edge | tuple[str, str]]:
-    """Edges in an order that is the same in each process, which that of a set is not."""
+    """Edges in an order that is the same in each process, unlike the order of a set."""
     return sorted(edges, key=str) if isinstance(edges, set | frozenset) else edges
 
 
@@ -406,30 +394,30 @@ def _ranks(group: dist.ProcessGroup) -> Ranks:
 def _host_groups(
     wanted: Mapping[str | Edge, tuple[Ranks, ...]], everybody: Ranks, host: dist.ProcessGroup, platform: Platform
 ) -> dict[tuple[Ranks, ...], dist.ProcessGroup | None]:
-    """The host group of this rank in each partition of ranks: of all ranks, of modules' replicas, and of edges."""
-    found: dict[tuple[Ranks, ...], dist.ProcessGroup | None] = {(everybody,): host}
+    """This rank's host group, by the ranks of all groups of its kind: all ranks, replicas of a module, or an edge."""
+    result: dict[tuple[Ranks, ...], dist.ProcessGroup | None] = {(everybody,): host}
     for name, groups in wanted.items():
-        if groups not in found:  # All ranks call it, including those outside the module.
-            found[groups] = platform.split_hosts(groups, f"hosts of {name}")
-    return found
+        if groups not in result:  # All ranks call it, including those outside the module.
+            result[groups] = platform.split_hosts(groups, f"hosts of {name}")
+    return result
 
 
-def _level(platform: Platform) -> None:
-    """Fill up all ranks to the same number of process groups, of which a program may have created some: those that are
-    created without all ranks are named by how many a rank has, or from PyTorch 2.14 on by how many it has named.
+def _equalize_counts(platform: Platform) -> None:
+    """Create process groups until all ranks have equally many; a program may have created some before. PyTorch names a
+    group that is created without all ranks by the number of groups of a rank, or from 2.14 on by the number of names.
     """
     world, counts = dist.distributed_c10d._world, [(0, 0)] * dist.get_world_size()
     dist.all_gather_object(counts, (len(world.pg_names), world.group_count))
-    most, named = map(max, zip(*counts, strict=True))
-    for _ in range(len(world.pg_names), most):
+    groups, names = map(max, zip(*counts, strict=True))
+    for _ in range(len(world.pg_names), groups):
         platform.split_hosts((), "filler")
-    world.group_count = named + most
+    world.group_count = names + groups
 
 
 def _create(
     kind: CommunicatorKind, everybody: Ranks, platform: Platform, watchdog: Watchdog
 ) -> dist.ProcessGroup | None:
-    """Create the communicator of this rank; None if it has none of that kind."""
+    """Create the communicator of this rank. Returns None if it has none of that kind."""
     if kind.is_worlds(everybody):
         return dist.group.WORLD
     with watchdog.waiting(lambda: f"the creation of process groups {kind}, with all other ranks,"):  # may take long
@@ -449,14 +437,37 @@ def _links(by_use: Mapping[Use, dist.ProcessGroup], module: str) -> Links:
 # ---------------------------------------------------------------------------------------- the self-check
 
 
+def _check_devices(
+    groups: Mapping[CommunicatorKind, dist.ProcessGroup],
+    layouts: Mapping[str, Layout],
+    world: dist.ProcessGroup,
+    platform: Platform,
+) -> None:
+    """Check this rank's groups for tensors of the device, and connect them where that happens at first use."""
+    rank = dist.get_rank()
+    _check_sum(world, tuple(range(world.size())), rank, platform.device)
+    for kind, group in groups.items():
+        _check_kind(kind, group, layouts, rank, platform.device)
+    if platform.connects_late:
+        for group in dict.fromkeys([world, *(group for kind, group in groups.items() if kind.collects)]):
+            _connect(group, platform.device)
+
+
+def _check_hosts(groups: Collection[tuple[tuple[Ranks, ...], dist.ProcessGroup | None]], rank: int) -> None:
+    """Check this rank's groups for tensors in host memory, given the ranks of all groups of each kind."""
+    for ranks, group in groups:
+        if group is not None and (members := group_of(ranks, rank)):
+            _check_sum(group, members, rank, CPU)
+
+
 def _check_kind(
     kind: CommunicatorKind, group: dist.ProcessGroup, layouts: Mapping[str, Layout], rank: int, device: torch.device
 ) -> None:
-    """Check a communicator in the ways it is used.
+    """Check a communicator in the ways in which it is used.
 
-    NCCL connects two ranks at their first message, and their hosts wait for each other meanwhile: that would hang if
-    one of them first has other things to do. So all pairs that may ever exchange messages do so here, and `_connect`
-    does the same for collectives.
+    NCCL connects two ranks at their first message, for which both hosts wait. In a step that would hang if one of them
+    has other work to do first. So all pairs that may ever exchange messages do so here, and `_connect` does the same
+    for collectives.
     """
     for use in kind.uses_of(rank):
         if isinstance(use, Link):
@@ -474,10 +485,10 @@ def _check_kind(
 def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
     """Call all collectives that a run uses, in its dtypes and in sizes from small to large.
 
-    NCCL chooses among algorithms (ring, tree, NVLS, PAT) by size and type. In the first use of each the hosts wait for
-    each other and allocate buffers (NCCL_RUNTIME_CONNECT): in a step that would be amid a backward pass, with the
-    memory already taken by PyTorch. NCCL_RUNTIME_CONNECT=0 would allocate buffers for all communicators, and hung for
-    PAT on nodes with different numbers of ranks (NVIDIA/nccl issue 2385).
+    NCCL chooses among algorithms (ring, tree, NVLS, PAT) by size and type. At the first use of each one, hosts wait for
+    each other and allocate buffers (NCCL_RUNTIME_CONNECT). In a step this would happen during a backward pass, when
+    PyTorch has taken the memory. NCCL_RUNTIME_CONNECT=0 would allocate buffers for all communicators, and hangs for PAT
+    on nodes with different numbers of ranks (NVIDIA/nccl issue 2385).
     """
     for size in CONNECTING_BYTES if device.type == "cuda" else CONNECTING_BYTES[:1]:
         for dtype in (torch.bfloat16, torch.float32):
@@ -489,14 +500,14 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _check_sum(group: dist.ProcessGroup, ranks: Ranks, rank: int, device: torch.device) -> None:
-    """Add up a known value."""
+    """Check the sum of a known value."""
     total = torch.tensor([rank + 1], dtype=torch.int64, device=device)
     dist.all_reduce(total, group=group)
     _require(ranks, rank, f"sum {total.item()}", f"sum {sum(r + 1 for r in ranks)}", group)
 
 
 def _check_message(group: dist.ProcessGroup, rank: int, sends: bool, device: torch.device) -> None:
-    """Send a known value one way, by the call that a pipeline uses: PyTorch may have a communicator for that alone."""
+    """Send a known value one way, by the call of a pipeline, for which PyTorch may have another communicator."""
     ranks = _ranks(group)
     (peer,) = (r for r in ranks if r != rank)
     value = torch.tensor([rank if sends else -1], dtype=torch.int64, device=device)
@@ -510,7 +521,7 @@ def _check_message(group: dist.ProcessGroup, rank: int, sends: bool, device: tor
 def _check_messages(
     group: dist.ProcessGroup, ranks: Ranks, rank: int, to: Ranks, back: Ranks, device: torch.device
 ) -> None:
-    """Send a known value `to` ranks, and receive one from each in `back`."""
+    """Send a known value to the ranks in `to`, and receive one from each rank in `back`."""
     _require(ranks, rank, f"ranks {_ranks(group)}", f"ranks {ranks}", group)
     mine = torch.full((len(to),), rank, dtype=torch.int64, device=device)
     values = torch.full((len(back),), -1, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""The stopwatch times the parts of a step; the watchdog ends a process whose rank waits for others forever, and reports
+"""The stopwatch times phases of a step. The watchdog ends a process whose rank waits for others forever, and reports
 what it waits for.
 """
 
@@ -21,25 +21,25 @@ import torch.distributed as dist
 
 from megatron_hetero.base.environment import write_trace
 from megatron_hetero.base.errors import main_place
-from megatron_hetero.groups.launch import in_background, leave
+from megatron_hetero.groups.launch import FAILED, in_background, leave
 from megatron_hetero.groups.peers import PAUSE_S, UNWATCHED, Peers, listed, suspected
 from megatron_hetero.groups.platform import Platform
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Mark = Callable[[], bool]
-"""Whether all work that was issued to a device before the mark has ended. Does not block; called by one thread at a
-time, and not again after it has returned True.
+"""Returns whether all work that was issued to a device before the mark has ended. Does not block. Called by one thread
+at a time, and not again after it has returned True.
 """
 Clock = Callable[[], Mark]
-"""Marks the work that the calling thread has issued to a device so far."""
+"""Returns a mark of the work that the calling thread has issued to a device so far."""
 EXIT_TIMEOUT_S = 30.0
-"""Seconds after which a process that has given up ends, even if `on_exit` has not returned."""
+"""Seconds after which a process that has given up is ended, even if `on_exit` has not returned."""
 
 
 class Stopwatch:
-    """Measures the seconds of named parts of a step: of the current stream on a GPU, without synchronising, and of the
-    host on a CPU. `record`: whether laps are recorded; otherwise only profilers see the parts.
+    """Measures the seconds of named phases of a step: of the current stream on a GPU, without synchronising, and of the
+    host on a CPU. `record`: whether laps are recorded; otherwise only profilers see the phases.
     """
 
     def __init__(self, platform: Platform, *, record: bool = True):
@@ -48,8 +48,8 @@ class Stopwatch:
         self._laps: list[tuple[str, Any, Any]] = []
 
     @contextlib.contextmanager
-    def part(self, name: str, label: str = "") -> Iterator[None]:
-        """Add the time inside to `name`. Profilers show it as `label`, by default `name`."""
+    def lap(self, name: str, label: str = "") -> Iterator[None]:
+        """Inside, measure a lap called `name`. Profilers show it as `label`, by default `name`."""
         start = self._now() if self._record else None
         try:
             with torch.profiler.record_function(label or name):
@@ -59,7 +59,7 @@ class Stopwatch:
                 self._laps.append((name, start, self._now()))
 
     def read(self) -> dict[str, list[float]]:
-        """The seconds of each lap, by part, since the last call. On a GPU, synchronise first."""
+        """The seconds of each lap since the last call, by name. On a GPU, synchronise first."""
         seconds: dict[str, list[float]] = {}
         for name, start, stop in self._laps:
             lap = start.elapsed_time(stop) / 1000 if self._platform.is_cuda else stop - start
@@ -94,7 +94,7 @@ def clock_of(device: torch.device) -> Clock | None:
 
 
 class _Activity(NamedTuple):
-    """What the rank does, for `limit_s` seconds at most. `patient`: it may last while any rank works."""
+    """A watched action, which may last `limit_s` seconds. `patient`: it may last longer while any rank works."""
 
     described: Callable[[], str]
     began: float
@@ -103,18 +103,17 @@ class _Activity(NamedTuple):
 
 
 class Watchdog:
-    """Ends the process if an action takes longer than `timeout_s`, and names it. 0: never.
+    """Ends the process if an action takes longer than `timeout_s` (0: never), and names the action. Without it, a rank
+    whose peers are gone or wait for something else would wait silently until the process group times out.
 
-    Otherwise a rank whose peers are gone, or wait for something else, would wait silently until the process group times
-    out.
+    Outside of steps, ranks also wait for each other's files, which may take any time. There the time-out restarts while
+    any rank reports that it works (`waiting`, `working`). A stopped rank does not report that, nor do ranks that all
+    wait.
 
-    Outside of steps, ranks also wait for each other's files, for any time. There the time-out restarts while any rank
-    reports that it works (`waiting`, `working`): a stopped rank does not, nor do ranks that all wait.
-
-    On a device with a `clock`, an action lasts until its work there has ended, counted from the end of the action
-    before it. So the action named is the first that has not ended, however far ahead the host is. `on_exit` is called
-    before the process ends and returns further text to print. With `peers`, the first rank that gives up reports for
-    all: what each rank waits in, and which did not answer. It watches as long as it is referenced.
+    On a device with a `clock`, an action lasts until its work there has ended, counted from the end of the previous
+    action. So the reported action is the first one that has not ended, however far ahead the host is. `on_exit` is
+    called before the process ends and returns further text to print. With `peers`, the first rank that gives up reports
+    for all: what each rank waits in, and which ranks did not answer. The watchdog lives as long as it is referenced.
     """
 
     def __init__(
@@ -130,11 +129,12 @@ class Watchdog:
         self._shortest_s, self._clock = self.timeout_s, clock
         self._on_exit, self._peers = on_exit, peers
         self._current: _Activity | None = None
-        # Actions whose work has been issued to the device, whose queue bounds them. One thread appends, another pops.
+        # Actions whose work has been issued to the device, as many as its queue holds. One thread appends, another
+        # pops.
         self._issued: deque[tuple[_Activity, Mark]] = deque()
         self._device_idle_since = self._heard = self._resumed = time.monotonic()
         self._lock, self._at_work, self._worked = threading.Lock(), 0, -math.inf
-        # In threads of their own: the guard would be late if the device or the store is slow to answer.
+        # Separate threads: a device or a store that is slow to answer must not delay the guard.
         _repeat("schedule-watchdog", self, Watchdog._guard)
         if clock is not None:
             _repeat("schedule-device-clock", self, Watchdog._follow_device)
@@ -143,15 +143,15 @@ class Watchdog:
 
     @classmethod
     def of_world(cls, timeout_s: float, platform: Platform, setting: str = "timeout_s") -> Watchdog:
-        """The watchdog of this rank of the default process group. `setting`: what users call `timeout_s`."""
+        """The watchdog of this rank of the default process group. `setting`: the user's name for `timeout_s`."""
         rank = dist.get_rank()
         return cls(timeout_s, rank, clock_of(platform.device), partial(write_trace, rank), Peers.of_world(), setting)
 
     def doing(
         self, described: Callable[[], str], timeout_s: float | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """Watch an action. `described` returns its description if it takes too long. `timeout_s`: by default that of
-        the action around it, or of the watchdog.
+        """Watch an action. `described` is called for its description if it takes too long. `timeout_s`: by default the
+        time-out of the surrounding action, or of the watchdog.
         """
         return self._watch(described, patient=False, timeout_s=timeout_s)
 
@@ -164,7 +164,7 @@ class Watchdog:
         outer = self._current
         limit_s = outer.limit_s if outer else self.timeout_s
         limit_s = limit_s if timeout_s is None else timeout_s or math.inf
-        self._current = own = _Activity(described, time.monotonic(), patient, limit_s)
+        self._current = activity = _Activity(described, time.monotonic(), patient, limit_s)
         self._shortest_s = min(self._shortest_s, limit_s)
         try:
             yield
@@ -173,12 +173,12 @@ class Watchdog:
             self._resumed = time.monotonic()
             self._current = outer and outer._replace(began=self._resumed)
         clock = self._clock
-        if clock is not None and own.limit_s < math.inf and not patient:
-            self._issued.append((own, clock()))
+        if clock is not None and activity.limit_s < math.inf and not patient:
+            self._issued.append((activity, clock()))
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Report long work of this rank alone, for which other ranks may wait. For any thread."""
+        """Inside, report that this rank works alone, so that other ranks may wait longer. Any thread may call it."""
         with self._lock:
             self._at_work += 1
         try:
@@ -189,11 +189,11 @@ class Watchdog:
                 self._worked = time.monotonic()
 
     def oldest(self) -> _Activity | None:
-        """The first action that has not ended, with the time since which nothing before it delays it; None if idle."""
+        """The first action that has not ended, beginning when the action before it has ended; None if idle."""
         current = self._current
         with contextlib.suppress(IndexError):
             first, _ = self._issued[0]
-            # In this order: the other thread pops the first only after it has set the time.
+            # In this order: the other thread sets the time before it pops the action.
             return first._replace(began=max(first.began, self._device_idle_since))
         if current is None:
             return None
@@ -201,7 +201,7 @@ class Watchdog:
         return current._replace(began=max(current.began, self._device_idle_since, heard))
 
     def _doing(self) -> str:
-        """What this rank does, in a watched action or outside of any."""
+        """Describe what this rank does, in a watched action or outside."""
         oldest = self.oldest()
         return f"{UNWATCHED if oldest is None else oldest.described().rstrip(',')}{main_place()}"
 
@@ -213,22 +213,22 @@ class Watchdog:
         return min(1.0, self._shortest_s / 4)
 
     def _follow_device(self) -> float | None:
-        """Pop the actions that the device has finished, as long as it can be queried."""
+        """Pop actions that the device has finished. Returns None once the device cannot be queried."""
         try:
             while self._issued and self._issued[0][1]():
                 self._device_idle_since = time.monotonic()
                 self._issued.popleft()
-        except RuntimeError:  # A device error, which is raised to the next caller, too.
+        except RuntimeError:  # A device error, which the next call of the main thread raises too.
             self._clock = None
             self._issued.clear()
             return None
         return min(0.2, self._shortest_s / 20)
 
     def _follow_peers(self) -> float | None:
-        """Answer a rank that has given up, and exchange reports of work, as long as the store answers."""
+        """Answer a rank that has given up, and exchange reports of work. Returns None once the store is gone."""
         now, current, oldest, pause = time.monotonic(), self._current, self.oldest(), self._shortest_s / 16
         waits = now - (oldest.began if oldest else self._resumed) > 2 * pause
-        # Work that comes in short pieces may be over at each call.
+        # Short pieces of work may all fall between two calls.
         works = self._at_work > 0 or now - self._worked < 2 * pause
         assert self._peers is not None, "this is called with peers only"
         with contextlib.suppress(Exception):  # The store is gone.
@@ -242,7 +242,7 @@ class Watchdog:
 
     def _give_up(self, action: _Activity) -> None:
         waited, what, answers = time.monotonic() - action.began, action.described(), self._roll_call()
-        # A terminal may have gone, and `on_exit` may block in a driver with the GIL held.
+        # The terminal may be gone, and `on_exit` may block in a driver with the GIL held.
         faulthandler.dump_traceback_later(EXIT_TIMEOUT_S, exit=True)
         with contextlib.suppress(OSError):
             if answers is not None:
@@ -256,10 +256,12 @@ class Watchdog:
         more = self._on_exit()
         if answers is None:  # The first one ends the job after its report.
             time.sleep(2 * self._roll_call_s)
-        leave(more if answers is not None else "", 1)
+        leave(more if answers is not None else "", FAILED)
 
     def _roll_call(self) -> dict[int, str | None] | None:
-        """The answers of all ranks, see `Peers.roll_call`; empty if none can be asked: each then reports for itself."""
+        """The answers of all ranks, see `Peers.roll_call`. Empty without peers or a store: each rank then reports for
+        itself.
+        """
         if self._peers is None:
             return {}
         answers = in_background(partial(self._peers.roll_call, self._roll_call_s, self._doing()), "roll call")
@@ -273,8 +275,8 @@ class Watchdog:
 
 
 def _repeat(name: str, watchdog: Watchdog, check: Callable[[Watchdog], float | None]) -> None:
-    """Call `check`, which returns seconds until the next call or None to end, in a thread as long as `watchdog` exists.
-    The thread keeps neither it nor what it refers to alive: a runner, and through that process groups.
+    """Call `check` repeatedly in a thread, as long as `watchdog` exists. It returns the seconds until the next call, or
+    None to end. The thread does not keep the watchdog alive, nor a runner and process groups that it refers to.
     """
     existing = weakref.ref(watchdog)
 
@@ -289,8 +291,8 @@ def _repeat(name: str, watchdog: Watchdog, check: Callable[[Watchdog], float | N
 
 
 def watched(call: Callable[P, T], *, patient: bool = False) -> Callable[P, T]:
-    """Have the watchdog of a topology watch a call of all ranks. The topology, or what has it, is an argument;
-    `timeout_s` may be another, or an attribute of `self`.
+    """Decorate a call of all ranks, so that the watchdog of a topology watches it. One argument is the topology or has
+    it as an attribute; `timeout_s` may be an argument, or an attribute of `self`.
     """
 
     @wraps(call)

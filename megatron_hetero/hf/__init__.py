@@ -1,1 +1,3 @@
-"""Folders in `transformers` format: their weights, read by slices and written by shards, and the map to parameters."""
+"""Folders in `transformers` format: weights, read slice by slice and written shard by shard, and their map to
+parameters.
+"""

@@ -1,6 +1,4 @@
-"""Fingerprints of weights: a hash of names, dtypes, shapes and samples of tensors, for which little of a large model is
-read.
-"""
+"""Fingerprints of weights: hashes of names, dtypes, shapes and samples of tensors. Little of a large model is read."""
 
 from __future__ import annotations
 
@@ -16,11 +14,11 @@ from megatron_hetero.base.errors import UserError, in_short, os_errors_as, reaso
 from megatron_hetero.base.files import open_regular
 
 _SAMPLES, _SAMPLE_BYTES = 4, 1024
-"""Evenly spaced samples of each tensor, the first and last bytes among them."""
+"""Maximum samples of a tensor, and their size in bytes. They are evenly spaced, from its first to its last byte."""
 _MAX_SAMPLES = 1 << 12
-"""Limit on the samples of all tensors, beyond one of each."""
+"""Maximum samples of all tensors, unless one sample of each is more."""
 _MAX_HEADER_BYTES = 100_000_000
-"""Limit on the JSON header of a file, that of safetensors."""
+"""Maximum bytes of the JSON header of a file, as in safetensors."""
 
 
 class _Stored(NamedTuple):
@@ -34,15 +32,16 @@ class _Stored(NamedTuple):
 
 
 def fingerprint(paths: Sequence[Path]) -> str:
-    """Return the SHA-256 of the tensors in safetensors files: of names, dtypes and shapes, and of samples of values.
+    """Return a SHA-256 of the tensors in safetensors files: of names, dtypes and shapes, and of samples of values.
 
-    It does not depend on names of files, or on how tensors are distributed over them. It changes with a tensor's dtype
-    and, as after more training, with the values of any tensor: 4 KiB of each are read, 1 KiB if there are very many.
+    It does not depend on names of files, or on how tensors are distributed over files. It changes with a tensor's dtype
+    and with the values of any tensor, as after more training: 4 KiB of each are read, or 1 KiB if there are very many.
     Raises `UserError` if a file cannot be read.
     """
     stored = [each for path in paths for each in _tensors(path)]
     count = max(1, min(_SAMPLES, _MAX_SAMPLES // max(1, len(stored))))
-    digests = [digest for path, own in groupby(stored, lambda each: each.path) for digest in _digests(path, own, count)]
+    by_file = groupby(stored, lambda each: each.path)
+    digests = [digest for path, tensors in by_file for digest in _digests(path, tensors, count)]
     return hashlib.sha256(b"".join(sorted(digests))).hexdigest()
 
 

@@ -1,7 +1,7 @@
-"""Tensors of folders that are several matrices of the model: those of all experts of a layer.
+"""Fused tensors: tensors of a folder that contain several matrices of the model, such as of all experts of a layer.
 
-A fused tensor has three dims: matrices with the same index of dim 0 are stacked, the rows of one below those of the
-other. Some folders have it transposed, with its last two dims exchanged.
+A fused tensor has three dims. Matrices with the same index in dim 0 are stacked, the rows of one below the rows of the
+other. In some folders fused tensors are transposed: the last two dims are exchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_hetero.hf.weight_map import Interval, TensorShapes
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a matrix is in a fused tensor: at `index` of dim 0, and there in `rows`, if not transposed."""
+    """The place of a matrix in a fused tensor: `index` in dim 0, and `rows` (columns, if the tensor is transposed)."""
 
     index: int
     rows: Interval
@@ -28,19 +28,19 @@ class Cut:
     def source(self, rows: Interval | None = None, columns: Interval | None = None) -> tuple[int, slice, slice]:
         """The index in the fused tensor of these rows and columns of the matrix, by default of all."""
         start, stop = rows or (0, self.rows[1] - self.rows[0])
-        of_rows = slice(self.rows[0] + start, self.rows[0] + stop)
-        of_columns = slice(None) if columns is None else slice(*columns)
-        return (self.index, of_columns, of_rows) if self.transposed else (self.index, of_rows, of_columns)
+        row_slice = slice(self.rows[0] + start, self.rows[0] + stop)
+        column_slice = slice(None) if columns is None else slice(*columns)
+        return (self.index, column_slice, row_slice) if self.transposed else (self.index, row_slice, column_slice)
 
     def turned(self, values: Tensor) -> Tensor:
-        """Turn values of the fused tensor to those of the matrix, or back."""
+        """Convert values of the fused tensor to values of the matrix, or back."""
         return values.t() if self.transposed else values
 
 
 @dataclass(frozen=True)
 class Fused:
-    """A fused tensor. `names`: of the stacked matrices at each index of dim 0, which have so many `rows`, and `columns`
-    each.
+    """A fused tensor. `names`: for each index in dim 0, the names of the stacked matrices. `rows`: rows of each stacked
+    matrix. `columns`: columns of all matrices.
     """
 
     names: tuple[tuple[str, ...], ...]
@@ -48,7 +48,7 @@ class Fused:
     columns: int
 
     @property
-    def parts(self) -> Iterator[str]:
+    def matrices(self) -> Iterator[str]:
         """Names of all matrices."""
         return (name for stacked in self.names for name in stacked)
 
@@ -58,13 +58,13 @@ class Fused:
         return (len(self.names), self.columns, rows) if transposed else (len(self.names), rows, self.columns)
 
     def is_transposed(self, shape: tuple[int, ...]) -> bool | None:
-        """Whether a tensor of this shape is transposed; None if it is another tensor. As transformers does, one with as
-        many rows as columns is taken as not transposed.
+        """Whether a tensor of this shape is transposed; None if it is another tensor. One with as many rows as columns
+        is taken as not transposed, as in transformers.
         """
         return next((each for each in (False, True) if self.shape(each) == shape), None)
 
     def cuts(self, transposed: bool) -> Iterator[tuple[str, Cut]]:
-        """Yield all matrices by name."""
+        """Yield name and place of each matrix."""
         for index, stacked in enumerate(self.names):
             for name, rows in zip(stacked, pairwise(accumulate(self.rows, initial=0)), strict=True):
                 yield name, Cut(index, rows, transposed)
@@ -76,8 +76,9 @@ def fused_tensors(tensors: TensorShapes, fused_name: Callable[[str], tuple[str, 
     """
     stacked: dict[str, dict[int, list[str]]] = {}
     for name in tensors:
-        if (found := fused_name(name)) is not None:
-            stacked.setdefault(found[0], {}).setdefault(found[1], []).append(name)
+        if (place := fused_name(name)) is not None:
+            fused, index = place
+            stacked.setdefault(fused, {}).setdefault(index, []).append(name)
     return {name: _fused([stacks[i] for i in sorted(stacks)], tensors) for name, stacks in stacked.items()}
 
 
@@ -89,8 +90,8 @@ def _fused(stacks: Iterable[Iterable[str]], tensors: TensorShapes) -> Fused:
 def fusing(
     fused: Fused, transposed: bool, dtype: torch.dtype, put: Callable[[Tensor], None]
 ) -> dict[str, Callable[[Tensor], None]]:
-    """Return for each matrix of a fused tensor a function that takes it, once. When all are there, `put` gets the
-    tensor.
+    """Return for each matrix of a fused tensor a function to call with its values, once. After the last one, `put` is
+    called with the tensor.
     """
     cuts, whole = dict(fused.cuts(transposed)), list[Tensor]()
     missing = set(cuts)

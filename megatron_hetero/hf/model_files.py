@@ -1,4 +1,4 @@
-"""`transformers` folders: their files, opened for reading, and a writer of new ones."""
+"""`transformers` folders: files to read, and a writer of new folders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_hetero.base.files import read_bytes, read_object, shown
 from megatron_hetero.base.lock import alone
 from megatron_hetero.base.outputs import lock_of, mark, new_beside, remove_leftovers, remove_marked, what_would_be_lost
 
-# Commands import this file before torch, which takes a second.
+# Commands import this file, and import torch later, which takes seconds.
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -31,10 +31,10 @@ TOKENIZER_FILES = (
     *("chat_template.jinja", "chat_template.json"),
 )
 NESTED = "processor_config.json"
-"""The file with the settings of all processors, each under a key, in newer folders."""
+"""The file of newer folders with the settings of all processors, each under a key."""
 PROCESSOR_FILES = ("preprocessor_config.json", NESTED, "video_preprocessor_config.json")
 COMPANIONS = (CONFIG, "generation_config.json", *TOKENIZER_FILES, *PROCESSOR_FILES)
-"""Files other than weights: configuration, tokenizer, processor, chat template."""
+"""Names of files other than weights: configuration, tokenizer, processor, chat template."""
 ENCODERS = "encoders"
 """The subfolder of an exported model with one folder per additional encoder."""
 
@@ -43,11 +43,11 @@ SINGLE = "model.safetensors"
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 _FILE_NAME = re.compile(r"[\w.-]{1,200}\.safetensors")
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-"""Names of files in a Hugging Face cache: Git's hash or SHA-256 of their content."""
+"""Names of files in a Hugging Face cache: the Git hash or SHA-256 of their content."""
 _MAX_INDEX_BYTES = 64 * 2**20
-"""Enough for half a million tensors."""
+"""Maximum size of an index: enough for half a million tensors."""
 Changes = Mapping[str, Mapping[str, str | None]]
-"""By encoder, and by file: the new text, or None to omit the file."""
+"""Changed files by encoder and name: the new text, or None to omit the file."""
 NO_CHANGES: Changes = {}
 SHARD_BYTES = 5 * 10**9
 Dtypes = Union["torch.dtype", Mapping[str, "torch.dtype"]]
@@ -58,9 +58,8 @@ K = TypeVar("K")
 
 
 def require_own_files(folder: Path) -> None:
-    """Check that no link in a folder leads out of it, except to the blobs of a Hugging Face cache that the folder is a
-    snapshot of. Folders with hidden names, which no model is read from, are left out, and no link leads into one.
-    Raises `UserError`.
+    """Check that no link in a folder leads out of it, except from a snapshot of a Hugging Face cache to its blobs.
+    Hidden folders, from which no model is read, are not checked, and no link may lead into one. Raises `UserError`.
     """
     root = Path(os.path.realpath(folder))
     snapshots = (path.parent for path in (root, *root.parents) if path.parent.name == "snapshots")
@@ -79,15 +78,15 @@ def require_own_files(folder: Path) -> None:
 
 
 def weight_files(folder: Path, adapters: Iterable[Path | None] = ()) -> list[Path]:
-    """The weight files of a folder. `adapters`: folders whose adapters are loaded. Raises `UserError` if there are none
-    or it is not clear which, or if the index cannot be read or names files elsewhere, also by links.
+    """The weight files of a folder. `adapters`: folders whose adapters are loaded. Raises `UserError` if there are no
+    weight files or it is ambiguous which ones, or if the index cannot be read or names files elsewhere, also by links.
     """
     require_own_files(folder)
     index, single = folder / INDEX, (folder / SINGLE).is_file()
     loaded = any(each is not None and os.path.realpath(each) == os.path.realpath(folder) for each in adapters)
-    if not loaded and (found_here := [name for name in ADAPTERS if (folder / name).exists()]):
+    if not loaded and (unloaded := [name for name in ADAPTERS if (folder / name).exists()]):
         beside = INDEX if index.is_file() else SINGLE if single else "no weights of a model"
-        found, expected = f"an adapter ({', '.join(found_here)}) beside {beside}", "a model's weights alone"
+        found, expected = f"an adapter ({', '.join(unloaded)}) beside {beside}", "a model's weights alone"
         why = "transformers applies the adapter, which would be ignored here"
         merge = "python -m megatron_hetero.cli.adapters merge"
         fix = f"start from it with modules.NAME.lora.hf_path, merge it ({merge}), or move it to another folder"
@@ -111,7 +110,7 @@ def weight_files(folder: Path, adapters: Iterable[Path | None] = ()) -> list[Pat
 
 
 def all_finite(values: Tensor) -> bool:
-    """Whether no value is NaN or infinite. Takes no memory, and less time than reading them."""
+    """Whether no value is NaN or infinite. Allocates nothing, and is faster than reading the values."""
     return values.numel() == 0 or all(bool(bound.isfinite()) for bound in values.aminmax())
 
 
@@ -135,14 +134,14 @@ def read_companions(folder: Path, changes: Mapping[str, str | None] = {}) -> Com
 class FolderWriter:
     """Writes a `transformers` folder shard by shard into a temporary folder, renamed when complete.
 
-    `shapes`: the shape of every tensor. Call `put` for each, in any order (in the order of `shapes`, at most one shard
-    is in memory), then `finish`.
+    `shapes`: the shape of every tensor. Call `put` for each tensor, then `finish`. Any order works; in the order of
+    `shapes`, at most one shard is in memory.
     """
 
     single = SINGLE
-    """The name of the file if there is one."""
+    """The name of the file if there is only one."""
     copies: Collection[str] = ()
-    """Tensors of another model, whose dtype the configuration does not state."""
+    """Names of tensors that are copied from another model, and do not count for the dtype in the configuration."""
 
     def __init__(self, target: Path, shapes: Mapping[str, tuple[int, ...]], dtype: Dtypes, limit: int = SHARD_BYTES):
         self.target = target
@@ -154,7 +153,7 @@ class FolderWriter:
         self._waiting: list[dict[str, Tensor]] = [{} for _ in self.shards]
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Add one tensor (on the CPU); its shard is written once it is complete."""
+        """Add one tensor on the CPU. Its shard is written once it is complete."""
         shard = self._shard_of[name]
         self._waiting[shard][name] = tensor.to(self.dtypes[name]).contiguous()
         if len(self._waiting[shard]) == len(self.shards[shard]):
@@ -164,7 +163,7 @@ class FolderWriter:
             save_file(self._waiting[shard], path, metadata={"format": "pt"})
             mask = os.umask(0)
             os.umask(mask)
-            path.chmod(0o666 & ~mask)  # safetensors creates files readable by their owner only
+            path.chmod(0o666 & ~mask)  # safetensors creates files that only their owner can read.
             self._waiting[shard].clear()
 
     def file_name(self, shard: int) -> str:
@@ -173,9 +172,9 @@ class FolderWriter:
         return self.single if total == 1 else f"model-{shard + 1:05d}-of-{total:05d}.safetensors"
 
     def finish(self, companions: Companions) -> None:
-        """Add the index, the `companions` and the mark of an export, and move into place. The configuration gets the
-        dtype of the tensors if all have the same. Raises `OSError`, and `UserError` if something other than an export
-        has appeared there meanwhile.
+        """Add the index, the `companions` and the mark of an export, and move the folder into place. The configuration
+        gets the dtype of the tensors if all have the same one. Raises `OSError`, and `UserError` if something other
+        than an export has appeared at the target meanwhile.
         """
         if len(self.shards) > 1:
             size = sum((self.partial / self.file_name(i)).stat().st_size for i in range(len(self.shards)))
@@ -239,10 +238,10 @@ def _set_dtype(path: Path, dtype: torch.dtype) -> None:
     before = path.read_text(encoding="utf-8")
     config = json.loads(before)
     name = str(dtype).removeprefix("torch.")
-    for part in (config, *(p for p in config.values() if isinstance(p, dict))):
+    for section in (config, *(value for value in config.values() if isinstance(value, dict))):
         for key in ("dtype", "torch_dtype"):
-            if key in part:
-                part[key] = name
+            if key in section:
+                section[key] = name
     config.setdefault("torch_dtype" if "torch_dtype" in config else "dtype", name)
     if config != json.loads(before):
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -270,8 +269,8 @@ def folder_writer(
     companions: Companions,
     limit: int = SHARD_BYTES,
 ) -> Iterator[FolderWriter]:
-    """A `FolderWriter` that finishes on success and leaves nothing behind on failure. Raises `UserError` for a full
-    disk and the like, and if another process writes there.
+    """Yield a `FolderWriter`, which is finished on success and leaves nothing behind on failure. Raises `UserError` if
+    the folder cannot be written, as on a full disk, and if another process writes there.
     """
     writer = FolderWriter(target, shapes, dtype, limit)
     require_writable(target)

@@ -1,4 +1,4 @@
-"""The weights of a `transformers` folder: safetensors only, checked strictly, read one slice at a time."""
+"""Weights of a `transformers` folder: safetensors only, checked strictly, read one slice at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class _Place(NamedTuple):
-    """The file of a tensor, its name there, and of a part of a fused tensor where it is in that."""
+    """Where a tensor is stored: its file, its name there, and its place in a fused tensor if it is in one."""
 
     path: Path
     stored: str
@@ -32,16 +32,17 @@ class _Place(NamedTuple):
 
 @dataclass
 class StoredWeights:
-    """Tensors of a folder, read on demand. `shapes`: by canonical name, of parts of fused tensors one by one; `fused`:
-    those that the folder may have, by canonical name; `fresh`: tensors that replace the folder's; `copied`: patterns of
-    tensors that are only copied.
-    """
+    """Tensors of a folder, read on demand. Names are canonical ones."""
 
     folder: Path
     fused: Mapping[str, Fused] = field(default_factory=dict)
+    """Fused tensors that the folder may have, by name."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes by name; a fused tensor is replaced by its matrices."""
     fresh: Mapping[str, Tensor] = field(default_factory=dict)
+    """Tensors that replace tensors of the folder, by name."""
     copied: Sequence[str] = ()
+    """Patterns of names of tensors that are only copied."""
     _types: dict[str, str] = field(default_factory=dict)
     _where: dict[str, _Place] = field(default_factory=dict)
     _open: dict[Path, Any] = field(default_factory=dict)
@@ -54,9 +55,9 @@ class StoredWeights:
         fused: Mapping[str, Fused] | None = None,
         adapters: Iterable[Path | None] = (),
     ) -> StoredWeights:
-        """Open every file of weights. `canonical` maps stored names to canonical ones. `adapters`: see `weight_files`.
-        Raises `UserError` for a missing, truncated or unreadable file, for a name stored twice, and if the order of a
-        fused tensor's dims is unknown.
+        """Open every weight file. `canonical` maps stored names to canonical ones. `adapters`: see `weight_files`.
+        Raises `UserError` for a missing, truncated or unreadable file, for a name stored twice, and if it is ambiguous
+        whether a fused tensor is transposed.
         """
         weights = cls(folder, fused or {})
         for path in weight_files(folder, adapters):
@@ -66,7 +67,7 @@ class StoredWeights:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Files with the weights."""
+        """The weight files."""
         return tuple(self._open)
 
     def _add(self, path: Path, canonical: Callable[[str], str]) -> None:
@@ -77,59 +78,59 @@ class StoredWeights:
             handle = self._open[path] = safe_open(path, framework="pt", device="cpu")
         for stored in handle.keys():  # noqa: SIM118 (handles are no mappings)
             name, tensor = canonical(stored), handle.get_slice(stored)
-            for part, shape, cut in self._parts(name, tuple(tensor.get_shape())):
-                if part in self._where:
-                    found, fix = f"{part} a second time", "remove stale files from the folder"
+            for each, shape, cut in self._unfused(name, tuple(tensor.get_shape())):
+                if each in self._where:
+                    found, fix = f"{each} a second time", "remove stale files from the folder"
                     raise UserError.at(path, found=found, expected="each tensor once", fix=fix)
-                self._where[part] = _Place(path, stored, cut)
-                self.shapes[part], self._types[part] = shape, tensor.get_dtype()
+                self._where[each] = _Place(path, stored, cut)
+                self.shapes[each], self._types[each] = shape, tensor.get_dtype()
 
-    def _parts(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], Cut | None]]:
-        """Yield the tensors that one of the folder consists of: itself, unless it is a fused one."""
+    def _unfused(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], Cut | None]]:
+        """Yield the matrices of a fused tensor, and any other tensor itself: name, shape and place."""
         fused = self.fused.get(name)
         transposed = None if fused is None else fused.is_transposed(shape)
         if fused is None or transposed is None:
             yield name, shape, None
             return
-        for part, cut in fused.cuts(transposed):
-            yield part, (cut.rows[1] - cut.rows[0], fused.columns), cut
+        for matrix, cut in fused.cuts(transposed):
+            yield matrix, (cut.rows[1] - cut.rows[0], fused.columns), cut
 
     @property
     def transposed(self) -> bool:
-        """Whether the folder has fused tensors transposed."""
+        """Whether the folder has transposed fused tensors."""
         return any(place.cut is not None and place.cut.transposed for place in self._where.values())
 
     def _require_known_order(self) -> None:
-        """Check that no fused tensor could be transposed or not. Raises `UserError`."""
+        """Check that it is unambiguous whether a fused tensor is transposed. Raises `UserError`."""
         square = [name for name, fused in self.fused.items() if fused.shape(True) == fused.shape(False)]
         if square and self.transposed:
-            found = f"transposed tensors beside such with as many rows as columns: {listed(square)}"
+            found = f"transposed tensors beside square ones: {listed(square)}"
             expected = "tensors whose shapes tell whether they are transposed"
-            why = "transformers takes these as not transposed, so that its model would be another"
+            why = "transformers takes square ones as not transposed, which gives another model"
             fix = "store all tensors of experts as transformers 5 does: experts, outputs, inputs"
             raise UserError.at(self.folder, found=found, expected=expected, because=why, fix=fix)
 
     @property
     def _in_folder(self) -> dict[str, str]:
-        """Parts of fused tensors that the folder does not have one by one, with the names of the fused tensors."""
+        """Names of fused tensors by matrix, for matrices that the folder does not have one by one."""
         alone = {name for name, place in self._where.items() if place.cut is None}
         return {
-            part: name
+            matrix: name
             for name, fused in self.fused.items()
-            if alone.isdisjoint(fused.parts)
-            for part in fused.parts
+            if alone.isdisjoint(fused.matrices)
+            for matrix in fused.matrices
         }  # fmt: skip
 
     @cached_property
     def unchanged(self) -> dict[str, tuple[int, ...]]:
-        """Tensors that are only copied, unless they have no dims."""
+        """Shapes of tensors that are only copied, without scalars."""
         return {
             name: size for name, size in self.shapes.items() if size and any(fnmatchcase(name, p) for p in self.copied)
         }
 
     @property
     def notice(self) -> str:
-        """A line about them, if there are any."""
+        """A line for the user about tensors that are only copied; empty if there are none."""
         what = f"exports have {listed(self.unchanged)} of {self.folder} unchanged: training does not update them"
         return what if self.unchanged else ""
 
@@ -164,18 +165,18 @@ class StoredWeights:
         if name in self.fresh:
             return self.fresh[name]
         path, stored, cut = self._where[name]
-        # A handle of its own: what a handle has mapped is this process's memory until it is closed.
+        # A new handle: pages that a handle has mapped count as this process's memory until it is closed.
         with _intact(path, f"an unreadable tensor {stored}"), safe_open(path, framework="pt", device="cpu") as handle:
             values = handle.get_tensor(stored) if cut is None else cut.turned(handle.get_slice(stored)[cut.source()])
         self._require_finite(name, values)
         return values.contiguous()
 
     def require_copy(self, copy: str, original: str, slices: Iterable[TensorSlice]) -> None:
-        """Check that a tied weight stored twice, as `copy` and `original`, is the same in these `slices` of the latter.
-        Raises `UserError`.
+        """Check that a tied weight that is stored twice, as `copy` and `original`, has the same values in these
+        `slices` of the latter. Raises `UserError`.
         """
-        alike = self.shapes[copy] == self.shapes[original] and self._types[copy] == self._types[original]
-        same = alike and all(
+        same = self.shapes[copy] == self.shapes[original] and self._types[copy] == self._types[original]
+        same = same and all(
             torch.equal(self.read(tensor_slice), self.read(replace(tensor_slice, name=copy))) for tensor_slice in slices
         )
         if not same:

@@ -1,7 +1,8 @@
-"""The parts of stored tensors that local parameters consist of. Pure: the same map loads, saves, and counts copies.
+"""The slices of stored tensors that local parameters consist of. Pure: the same map loads, saves, and counts copies.
 
-A local parameter is a stack of `TensorSlice`s, rectangles of stored tensors one below the other, zero elsewhere. Under
-`tp` the rectangles differ from rank to rank; a rectangle on several ranks, or twice on one, is a replicated slice.
+A local parameter is a stack of `TensorSlice`s: rectangles of stored tensors, one below the other, and zero elsewhere.
+Under `tp` the rectangles differ from rank to rank. A rectangle on several ranks, or twice on one, is a replicated
+slice.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 Interval = tuple[int, int]
 TensorShapes = dict[str, tuple[int, ...]]
-"""Stored tensors by name, in the order in which they are written."""
+"""Shapes of stored tensors by name, in the order in which they are written."""
 MAIN = "main"
 """The view of a layout to which parameters belong by default."""
 ALIGNMENT = 8
@@ -50,12 +51,12 @@ class TensorSlice:
 
     @property
     def rectangle(self) -> tuple[str, Interval, Interval | None]:
-        """The part of the stored tensors, regardless of its place in a parameter."""
+        """The rectangle of a stored tensor, regardless of its place in a parameter."""
         return self.name, self.rows, self.columns
 
     @property
     def empty(self) -> bool:
-        """Whether it has no elements, as the last ranks' share of a size that tp does not divide."""
+        """Whether it has no elements, like the share of the last ranks if tp does not divide a size."""
         return self.rows[0] == self.rows[1] or (self.columns is not None and self.columns[0] == self.columns[1])
 
     @property
@@ -83,7 +84,7 @@ class WeightSource(Protocol):
         ...
 
     def read(self, tensor_slice: TensorSlice) -> Tensor:
-        """The values of one slice: 1-D where the tensor is, else 2-D."""
+        """The values of one slice: 1-D if the tensor is, else 2-D."""
         ...
 
     def require_copy(self, copy: str, original: str, slices: Iterable[TensorSlice]) -> None:
@@ -91,38 +92,38 @@ class WeightSource(Protocol):
         ...
 
 
-def stack(*parts: tuple[str, Interval]) -> tuple[TensorSlice, ...]:
-    """Slices of whole rows, one below the other; an interval may be empty."""
+def stack(*intervals: tuple[str, Interval]) -> tuple[TensorSlice, ...]:
+    """Slices of whole rows, one below the other, by name and interval of rows, which may be empty."""
     slices: list[TensorSlice] = []
     at = 0
-    for name, (start, stop) in parts:
+    for name, (start, stop) in intervals:
         slices.append(TensorSlice(name, (start, stop), at))
         at += stop - start
     return tuple(slices)
 
 
 def share(size: int, tp_rank: int, tp: int, multiple: int = 1) -> tuple[Interval, int]:
-    """The part [start, stop) of `size` on rank `tp_rank` of `tp`, and its length with padding, a `multiple`."""
+    """The interval [start, stop) of `size` on rank `tp_rank` of `tp`, and its length, padded to a `multiple`."""
     length = -(-size // (tp * multiple)) * multiple
     start = min(size, length * tp_rank)
     return (start, min(size, start + length)), length
 
 
 def split_length(size: int, ranks: int) -> int:
-    """The length of each rank's part of `size`, with padding."""
+    """The padded length of each rank's share of `size`."""
     return share(size, 0, ranks, ALIGNMENT)[1]
 
 
-def split_rows(name: str, size: int, part: Share) -> tuple[TensorSlice, ...]:
+def split_rows(name: str, size: int, member: Share) -> tuple[TensorSlice, ...]:
     """A rank's rows of a tensor of `size` rows, padded."""
-    rows, length = share(size, *part, ALIGNMENT)
+    rows, length = share(size, *member, ALIGNMENT)
     return (TensorSlice(name, rows, padding=length - (rows[1] - rows[0])),)
 
 
-def split_columns(name: str, rows: int, size: int, part: Share) -> tuple[TensorSlice, ...]:
+def split_columns(name: str, rows: int, size: int, member: Share) -> tuple[TensorSlice, ...]:
     """A rank's columns of a matrix of `size` columns, padded."""
-    own, length = share(size, *part, ALIGNMENT)
-    return (TensorSlice(name, (0, rows), columns=own, padding=length - (own[1] - own[0])),)
+    columns, length = share(size, *member, ALIGNMENT)
+    return (TensorSlice(name, (0, rows), columns=columns, padding=length - (columns[1] - columns[0])),)
 
 
 def whole(name: str, rows: int) -> tuple[TensorSlice, ...]:
@@ -130,14 +131,14 @@ def whole(name: str, rows: int) -> tuple[TensorSlice, ...]:
     return stack((name, (0, rows)))
 
 
-def columns(name: str, rows: int, part: Interval) -> tuple[TensorSlice, ...]:
-    """Columns of a matrix."""
-    return (TensorSlice(name, (0, rows), columns=part),)
+def columns(name: str, rows: int, interval: Interval) -> tuple[TensorSlice, ...]:
+    """An interval of the columns of a matrix."""
+    return (TensorSlice(name, (0, rows), columns=interval),)
 
 
 @dataclass(frozen=True)
 class Held:
-    """The copies of a parameter's slices in a tensor-parallel group. `sharded`: whether ranks have different slices.
+    """Copies of a parameter's slices in a tensor-parallel group. `sharded`: whether ranks have different slices.
     `copies`: for each slice the number of its copies in the group.
     """
 
@@ -151,23 +152,23 @@ class Held:
 
 
 def held(maps: Sequence[WeightMap]) -> tuple[dict[str, Held], ...]:
-    """The copies of each rank's parameters, given the maps of all tp ranks in order."""
+    """For each tp rank, the copies of its parameters by name, given the maps of all tp ranks in order."""
     result: list[dict[str, Held]] = [{} for _ in maps]
     for name in maps[0]:
         counts = Counter(tensor_slice.rectangle for m in maps for tensor_slice in m[name])
         sharded = any(m[name] != maps[0][name] for m in maps)
-        for own, m in zip(result, maps, strict=True):
-            own[name] = Held(sharded, tuple(1 if p.empty else counts[p.rectangle] for p in m[name]))
+        for copies, m in zip(result, maps, strict=True):
+            copies[name] = Held(sharded, tuple(1 if p.empty else counts[p.rectangle] for p in m[name]))
     return tuple(result)
 
 
-def load_slices(parameter: Tensor, slices: Sequence[TensorSlice], part: Sequence[Tensor]) -> None:
-    """Copy the values of `slices` (`part`, as read) to a local parameter, and zero the rest."""
+def load_slices(parameter: Tensor, slices: Sequence[TensorSlice], values: Sequence[Tensor]) -> None:
+    """Copy the `values` of `slices` to a local parameter, and zero the rest."""
     parameter = parameter.detach()
     parameter.zero_()
-    for tensor_slice, values in zip(slices, part, strict=True):
+    for tensor_slice, rectangle in zip(slices, values, strict=True):
         if not tensor_slice.empty:
-            parameter[tensor_slice.place].copy_(values)
+            parameter[tensor_slice.place].copy_(rectangle)
 
 
 def extract_slice(parameter: Tensor, tensor_slice: TensorSlice) -> Tensor:

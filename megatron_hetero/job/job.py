@@ -17,6 +17,7 @@ from megatron_hetero.config.optimizers import OPTIMIZERS, OptimizerKind
 from megatron_hetero.config.schema import Config
 from megatron_hetero.job.module import DTYPES, ModuleJob
 from megatron_hetero.layout.axes import EXPERTS
+from megatron_hetero.layout.communicators import GroupNeeds
 from megatron_hetero.layout.grammar import did_you_mean
 from megatron_hetero.layout.graph import Edge, Graph
 from megatron_hetero.layout.layout import Layout
@@ -116,6 +117,7 @@ class JobSpec:
         _require_modules(config, shapes)
         shapes = with_adapters(shapes, config.modules, config.train.seed)
         _require_experts(config, shapes)
+        _require_used_rate(config, shapes)
         frozen = Frozen.of(shapes, model.freeze, model.train)
         _require_trained_projectors(config, shapes, frozen)
         texts = {name: row.parallel for name, row in config.modules.items() if row.parallel}
@@ -269,20 +271,16 @@ class JobSpec:
         return Graph(tuple(self.edges), self.shapes.text.hidden, self.dtype, self.transport, self.edges)
 
     @property
-    def tied(self) -> tuple[str, ...]:
-        """Modules whose first and last stage share a parameter."""
-        return (TEXT,) if self.shapes.text.tied else ()
-
-    @property
-    def interleaved(self) -> tuple[str, ...]:
-        """Modules with virtual stages."""
-        return (TEXT,) if self.config.schedule.virtual_stages > 1 else ()
-
-    @property
-    def exchanging(self) -> tuple[str, ...]:
-        """Modules whose layers exchange tokens for heads along `cp` too."""
-        layers = {name: self.shapes[name].architecture.layers for name in self.modules}
-        return tuple(name for name, of in layers.items() if any(each.attention.exchanges_over_cp for each in of))
+    def needs(self) -> dict[str, GroupNeeds]:
+        """Groups that the modules need beyond those along their axes, by name."""
+        return {
+            name: GroupNeeds(
+                tied=name == TEXT and self.shapes.text.tied,
+                interleaved=name == TEXT and self.config.schedule.virtual_stages > 1,
+                exchanging=any(layer.attention.exchanges_over_cp for layer in self.shapes[name].architecture.layers),
+            )
+            for name in self.modules
+        }
 
 
 @lru_cache(maxsize=SCHEDULES)
@@ -318,6 +316,17 @@ def _require_trained_projectors(config: Config, shapes: ModelShapes, frozen: Fro
     if rate is not None and frozen.subsets.issuperset(projectors):
         why, fix = f"model.freeze and model.train leave {', '.join(projectors)} frozen", "remove it, or train one"
         raise unused("optimizer.lr_projector", rate, why, fix)
+
+
+def _require_used_rate(config: Config, shapes: ModelShapes) -> None:
+    """Check that `optimizer.lr` has an effect: on modules or projectors without a rate, or on how `optimizer.min_lr`
+    scales. Raises `UserError`.
+    """
+    optimizer = config.optimizer
+    others_set = optimizer.lr_projector is not None and all(config.module(name).lr for name in shapes.modules)
+    if others_set and not optimizer.min_lr and "lr" in optimizer.given:
+        why = "all modules and projectors have other learning rates"
+        raise unused("optimizer.lr", optimizer.lr, why, "remove it, or one of theirs")
 
 
 def _require_experts(config: Config, shapes: ModelShapes) -> None:

@@ -133,6 +133,20 @@ Use = Axes | Link | EdgeUse
 
 
 @dataclass(frozen=True)
+class GroupNeeds:
+    """What a module's layers need beyond the groups along the axes of its layout."""
+
+    tied: bool = False
+    """Its first and its last stage have copies of one parameter, whose gradients are summed between `ENDS`."""
+
+    interleaved: bool = False
+    """It has virtual stages: its last stage sends to its first one."""
+
+    exchanging: bool = False
+    """Its layers exchange tokens for heads along `cp` too, as gated delta nets do."""
+
+
+@dataclass(frozen=True)
 class CommunicatorKind:
     """Communicators that one call creates: their uses, each with its groups of at least two ranks, ascending. Several
     uses of a kind have the same groups and are in step with the computation, or are links of one direction without a
@@ -211,9 +225,7 @@ def communicators(
     layouts: Mapping[str, Layout],
     *,
     edges: Collection[Edge | tuple[str, str]] = (),
-    tied: Collection[str] = (),
-    interleaved: Collection[str] = (),
-    exchanging: Collection[str] = (),
+    needs: Mapping[str, GroupNeeds] | None = None,
     megatron: Collection[str] = (),
 ) -> tuple[CommunicatorKind, ...]:
     """Return all communicators other than the world's, in the order in which they are created.
@@ -221,14 +233,13 @@ def communicators(
     Args:
         layouts: layouts of the modules by name.
         edges: edges of the graph of modules.
-        tied: modules whose first and last stage have copies of one parameter.
-        interleaved: modules with virtual stages.
-        exchanging: modules whose layers exchange tokens for heads along `cp` too.
+        needs: further needs of modules; those left out have none.
         megatron: modules that Megatron's own schedules or optimizers run.
     """
+    by_module = {name: (needs or {}).get(name, GroupNeeds()) for name in layouts}
     kinds = (
-        *_axis_kinds(layouts, tied, exchanging, megatron),
-        *(kind for name, layout in layouts.items() for kind in _link_kinds(name, layout, name in interleaved)),
+        *_axis_kinds(layouts, by_module, megatron),
+        *(kind for name, layout in layouts.items() for kind in _link_kinds(name, layout, by_module[name].interleaved)),
         *(_edge_kind(layouts, as_edge(edge, layouts), direction) for edge in edges for direction in DIRECTIONS),
     )
     return tuple(kind for kind in kinds if kind.groups)
@@ -273,13 +284,13 @@ def edge_peers(layouts: Mapping[str, Layout], use: EdgeUse, rank: int) -> tuple[
 
 
 def _axis_kinds(
-    layouts: Mapping[str, Layout], tied: Collection[str], exchanging: Collection[str], megatron: Collection[str]
+    layouts: Mapping[str, Layout], needs: Mapping[str, GroupNeeds], megatron: Collection[str]
 ) -> Iterator[CommunicatorKind]:
     found: dict[tuple[Any, ...], list[Use]] = {}
     for name, layout in layouts.items():
-        own = (*AXES_OF_GROUPS, *([ENDS] if name in tied else []))
+        own = (*AXES_OF_GROUPS, *([ENDS] if needs[name].tied else []))
         main = [Axes(name, axes) for axes in dict.fromkeys((*own, *MEGATRON_AXES) if name in megatron else own)]
-        main += [Axes(name, ("cp",), by_heads=True)] * (name in exchanging)
+        main += [Axes(name, ("cp",), by_heads=True)] * needs[name].exchanging
         for use in (*main, *(use for view in layout.views for use in _view_uses(name, view, name in megatron))):
             along = layout.groups("pp") if use.axes == ENDS else layout.groups(*use.axes)
             groups = tuple((ranks[0], ranks[-1]) if use.axes == ENDS else ranks for ranks in along if len(ranks) > 1)

@@ -164,7 +164,7 @@ class _Contents:
 
     def matrices(self, name: str) -> tuple[str, ...]:
         """Return the stored tensors that make up a tensor of `whole`."""
-        return tuple(self.fused[name].parts) if name in self.fused else (name,)
+        return tuple(self.fused[name].matrices) if name in self.fused else (name,)
 
     def keys(self) -> Iterator[tuple[str, str, Adapter]]:
         """Yield the full name, the prefix of the keys, and the adapter of each adapted layer."""
@@ -288,7 +288,7 @@ def saved_whole(module: str, shapes: ModelShapes, names: Collection[str]) -> fro
     for owner, (inside, chosen) in _owners(module, shapes, names).items():
         if _refusal(owner, inside, chosen, module, shapes, adapters) is None:
             saved |= chosen
-    saved |= {matrix for name, fused in fused_of(module, shapes).items() if name in saved for matrix in fused.parts}
+    saved |= {matrix for name, fused in fused_of(module, shapes).items() if name in saved for matrix in fused.matrices}
     return frozenset(saved.intersection(names))
 
 
@@ -296,7 +296,7 @@ def _owners(module: str, shapes: ModelShapes, names: Collection[str]) -> dict[st
     """Return the `transformers` modules of these tensors, each with all tensors inside it and with those of `names`.
     Fused tensors replace the matrices that they consist of.
     """
-    fused_name = {matrix: name for name, fused in fused_of(module, shapes).items() for matrix in fused.parts}
+    fused_name = {matrix: name for name, fused in fused_of(module, shapes).items() for matrix in fused.matrices}
     stored = dict.fromkeys(fused_name.get(name, name) for name in tensors_of(module, shapes, in_folder=True))
     chosen = {fused_name.get(name, name) for name in names}
     inside = {name.rpartition(".")[0]: list[str]() for name in stored if name in chosen}

@@ -262,7 +262,7 @@ def model_writer(
                 tensors |= tensors_of(module, shapes, in_folder=True)
                 names |= _published_names(module, shapes)
                 fused |= fused_of(module, shapes)
-            matrices = {matrix for each in fused.values() for matrix in each.parts}
+            matrices = {matrix for each in fused.values() for matrix in each.matrices}
             alone = [name for name in tensors if name not in matrices]
             dtype_of = dict.fromkeys(tensors, dtype) if isinstance(dtype, torch.dtype) else dtype
             copies = source.unchanged if TEXT in modules else {}
@@ -271,7 +271,7 @@ def model_writer(
             sizes |= {names[name]: each.shape(transposed) for name, each in fused.items()}
             dtypes = {names[name]: dtype_of[name] for name in alone} | {name: source.dtype(name) for name in copies}
             for name, each in fused.items():
-                dtypes[names[name]] = reduce(torch.promote_types, {dtype_of[matrix] for matrix in each.parts})
+                dtypes[names[name]] = reduce(torch.promote_types, {dtype_of[matrix] for matrix in each.matrices})
             writer = stack.enter_context(folder_writer(place, sizes, dtypes, companions[modules[-1]], limit))
             writer.copies = copies
             for name, size in copies.items():

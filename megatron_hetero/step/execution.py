@@ -104,7 +104,7 @@ class StepExecution:
             gathered.before_run(gathered.zero == 2)  # Tokens may be embedded before the first run.
         for position, action in enumerate(self.actions):
             self.position = position
-            with self._watched(action), self.resources.watch.part(self._part(action), str(action)):
+            with self._watched(action), self.resources.watch.lap(self._part(action), str(action)):
                 # Nothing is sent of a module that is absent from the micro-batch.
                 if action.op not in ("send", "irecv", "wait") or self._module_input(action) is not None:
                     handlers[action.op](action)

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.groups.collective import Facts, require_alike, unlike
+from megatron_hetero.groups.collective import Facts, differing_facts, require_same_facts
 from megatron_hetero.groups.fsdp import fsdp_groups, has_reduced
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.weight_map import TensorSlice, held
@@ -75,11 +75,11 @@ def require_replicas(modules: Sequence[TrainedModule]) -> None:
         for axes, facts in along.items():
             group = module.topology.group(module.name, *axes)
             numbered = {f"parameter {n}": fact for n, fact in enumerate(facts)}
-            if group.size() > 1 and (of_ranks := unlike(group, f"module `{module.name}`", numbered)):
+            if group.size() > 1 and (of_ranks := differing_facts(group, f"module `{module.name}`", numbered)):
                 gathered.append((module.name, of_ranks, dist.get_process_group_ranks(group)))
     fix = "build, freeze and wrap the module alike on all its ranks, whose gradients are summed"
     for name, of_ranks, ranks in gathered:  # Only now: ranks that raise would leave those of other groups waiting.
-        require_alike(f"module `{name}`: trainable parameters", of_ranks, ranks, fix)
+        require_same_facts(f"module `{name}`: trainable parameters", of_ranks, ranks, fix)
 
 
 def _has_ends(topology: Topology, name: str) -> bool:
@@ -275,7 +275,7 @@ def _tied(topology: Topology, name: str, parameters: Mapping[str, nn.Parameter])
         return None
     tied = next((each for each, p in parameters.items() if getattr(p, "shared_embedding", False)), None)
     if tied is not None and not _has_ends(topology, name):
-        fix = "name the module in `tied` of `build`, and only the first and the last stage have such a parameter"
+        fix = f'build the topology with needs={{"{name}": GroupNeeds(tied=True)}}; only the end stages may share it'
         problem = f"{tied} is a shared embedding, and this rank has no group with the other end of the pipeline"
         raise UserError.at(f"module `{name}`", problem=problem, fix=fix)
     return tied

@@ -74,7 +74,7 @@ class Runner(RankResources):
     Args:
         topology: topology with a graph.
         modules: this rank's stage of each module, None or nothing for others; a `Stage` if the model has no
-            `hidden_shape`. For modules that were `interleaved` in `build`, models by stage; or a `ModuleOnRank`.
+            `hidden_shape`. For modules that are `interleaved`, models by stage; or a `ModuleOnRank`.
         optimizer: the result of `build_optimizers` for these modules. Sums of gradients in buffers (`AdamW`, `SGD`)
             then begin within the last backward pass of a step.
         settings: see `ScheduleSettings`; for graphs in which all modules feed one.

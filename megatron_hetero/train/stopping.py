@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 
-from megatron_hetero.groups.launch import is_lost_peer, leave, leave_interrupted, rank
+from megatron_hetero.groups.launch import FAILED, is_lost_peer, leave, leave_interrupted, rank
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """Sent by a scheduler before it ends a job, by Ctrl-C, and by a closing terminal (the end of ssh)."""
@@ -77,7 +77,7 @@ def stop_requests(wanted: bool = True) -> Iterator[StopRequest]:
     except Exception as error:
         # torchrun ends the remaining ranks when one has died. That was reported; nobody waits for this rank.
         if request.seen is signal.SIGTERM and is_lost_peer(error):
-            leave("", 1)
+            leave("", FAILED)
         raise
     finally:
         request.end()

@@ -40,8 +40,8 @@ class _Phases(Stopwatch):
         self.gpu, self.watchdog = gpu, watchdog
 
     @contextlib.contextmanager
-    def part(self, name: str, label: str = "") -> Iterator[None]:
-        with self.gpu.during(_phase(parsed(label))), super().part(name, label):
+    def lap(self, name: str, label: str = "") -> Iterator[None]:
+        with self.gpu.during(_phase(parsed(label))), super().lap(name, label):
             yield
 
     @contextlib.contextmanager

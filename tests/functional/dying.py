@@ -49,7 +49,7 @@ def arm(phase: str, die: Callable[[], None]) -> None:
             owner = getattr(owner, part)
         setattr(owner, last, _dying(getattr(owner, last), times, die))
     else:
-        setattr(Stopwatch, "part", _dying_part(Stopwatch.part, ACTIONS[phase], die))  # noqa: B010
+        setattr(Stopwatch, "lap", _dying_lap(Stopwatch.lap, ACTIONS[phase], die))  # noqa: B010
 
 
 def _dying(function: Callable[..., Any], times: int, die: Callable[[], None]) -> Callable[..., Any]:
@@ -64,7 +64,7 @@ def _dying(function: Callable[..., Any], times: int, die: Callable[[], None]) ->
     return called
 
 
-def _dying_part(part: Callable[..., Any], pattern: str, die: Callable[[], None]) -> Callable[..., Any]:
+def _dying_lap(lap: Callable[..., Any], pattern: str, die: Callable[[], None]) -> Callable[..., Any]:
     seen = Counter[str]()
 
     @contextlib.contextmanager
@@ -72,7 +72,7 @@ def _dying_part(part: Callable[..., Any], pattern: str, die: Callable[[], None])
         seen[label] += 1
         if seen[label] == 2 and re.fullmatch(pattern, label):
             die()
-        with part(self, name, label):
+        with lap(self, name, label):
             yield
 
     return watched

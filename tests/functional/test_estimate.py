@@ -490,7 +490,7 @@ class _Sampler(Stopwatch):
         self.live = live
 
     @contextlib.contextmanager
-    def part(self, name: str, label: str = "") -> Iterator[None]:
-        with super().part(name, label):
+    def lap(self, name: str, label: str = "") -> Iterator[None]:
+        with super().lap(name, label):
             yield
         self.live.sample()

@@ -63,7 +63,7 @@ def test_the_next_start_of_a_killed_run_resumes(states: str, folder: Path, tmp_p
     with Forked(tmp_path / "first", dying, [start] * 2) as run:
         for rank in run.ranks:
             rank.join(60)
-        assert [rank.exitcode for rank in run.ranks] == [1, -signal.SIGKILL], run.said(0)
+        assert [rank.exitcode for rank in run.ranks] == [70, -signal.SIGKILL], run.said(0)
     with Forked(tmp_path / "next", dying, [start] * 2) as run:
         run.require_success()
         output = run.said(0)

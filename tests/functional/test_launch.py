@@ -94,7 +94,7 @@ def test_users_errors_are_reported_in_one_line() -> None:
 
 def test_our_errors_come_with_their_trace() -> None:
     status, _, err = outcome(start("raise RuntimeError('a bug')"))
-    assert status == 1 and err.startswith("rank 0 failed:\nTraceback") and err.endswith("RuntimeError: a bug\n\n")
+    assert status == 70 and err.startswith("rank 0 failed:\nTraceback") and err.endswith("RuntimeError: a bug\n\n")
 
 
 def test_exits_pass_through() -> None:

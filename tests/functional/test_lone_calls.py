@@ -99,7 +99,7 @@ def test_the_others_end_and_name_the_rank_that_is_elsewhere(
 ) -> None:
     with Forked(tmp_path / "ranks", train, [[case, str(tmp_path / "checkpoints")]] * 2) as ranks:
         ranks.ranks[0].join(60)
-        assert ranks.ranks[0].exitcode == 1
+        assert ranks.ranks[0].exitcode == 70
         said = ranks.said(0) + ranks.said(1)
     messages = [line for line in said.splitlines() if "unfinished" in line]
     assert len(messages) == 1 and f"found {waits}" in messages[0] and f"because {why}" in messages[0], said
@@ -158,6 +158,6 @@ def test_a_traceback_that_ranks_share_is_printed_once_and_any_other_too(alone: b
     with Forked(tmp_path / "ranks", fail, [[alone]] * 3) as ranks:
         for rank in ranks.ranks[alone : 2 if alone else 3]:
             rank.join(30)
-            assert rank.exitcode == 1
+            assert rank.exitcode == 70
         said = [ranks.said(rank) for rank in range(3)]
     assert [len(re.findall("Traceback", each)) for each in said] == ([0, 1, 0] if alone else [1, 0, 0]), said

@@ -130,7 +130,7 @@ def test_ranks_without_an_agent_name_what_they_wait_for(number: signal.Signals, 
         for rank in (0, 2):
             run.ranks[rank].join(90)
         said = {rank: run.said(rank) for rank in (0, 2)}
-        assert [run.ranks[rank].exitcode for rank in (0, 2)] == [1, 1], said
+        assert [run.ranks[rank].exitcode for rank in (0, 2)] == [70, 70], said
     killed = number == signal.SIGKILL
     reports = [text for rank, text in said.items() if f"rank {rank}" in text]
     assert len(reports) == (2 if killed else 1), said

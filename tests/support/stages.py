@@ -25,6 +25,7 @@ from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.job.module import ModuleJob
+from megatron_hetero.layout.communicators import GroupNeeds
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.names import ROWS, TEXT
 from megatron_hetero.layout.pipeline import PipelineStage, cut_stages
@@ -93,8 +94,8 @@ class Trainee:
         self.case = case
         self.shapes = shapes_of_folder(case.folder)
         self.layouts = {name: Layout.parse(text, world) for name, text in case.layouts.items()}
-        tied = [TEXT] if self.shapes.text.tied and TEXT in self.layouts else []
-        self.topology = Topology.build(self.layouts, PLATFORM, tied=tied)
+        needs = {TEXT: GroupNeeds(tied=self.shapes.text.tied)} if TEXT in self.layouts else {}
+        self.topology = Topology.build(self.layouts, PLATFORM, needs=needs)
         weights = StoredWeights.open(case.folder, canonical_name)
         held = [name for name, layout in self.layouts.items() if dist.get_rank() in layout]
         self.modules = [module for name in held for module in self._build(name, weights)]

@@ -17,7 +17,7 @@ from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data import chat, item_fields, tokenizer
 from megatron_hetero.data.records import Dataset
 from megatron_hetero.data.sources import json_files, parquet, patterns, tar_headers
-from megatron_hetero.hf import model_files, peft_patterns
+from megatron_hetero.hf import model_files, peft_folders
 from megatron_hetero.models.items import video_files
 
 UNIT = Path(__file__).parent
@@ -88,8 +88,8 @@ LIMITS = [
     ("other JSON files", files.MAX_JSON_BYTES, "4 MiB"),
     ("`metrics.jsonl`", files.MAX_OWN_BYTES, "1 GiB"),
     ("any other file", files.MAX_BYTES, "128 MiB"),
-    ("patterns of ranks", peft_patterns.MAX_PATTERNS, "4,096 of"),
-    ("patterns of ranks", peft_patterns.MAX_CHARACTERS, "256 characters"),
+    ("patterns of ranks", peft_folders.MAX_PATTERNS, "4,096 of"),
+    ("patterns of ranks", peft_folders.MAX_CHARACTERS, "256 characters"),
     ("a YAML configuration", load.MAX_BYTES, "1 MiB"),
     ("the index of a checkpoint", checkpoint_index._MAX_BYTES, "1 GiB"),
 ]

@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 import yaml
 
-from megatron_hetero.base.contents import Part, StoredFile, is_url
+from megatron_hetero.base.contents import ByteRange, StoredFile, is_url
 from megatron_hetero.base.errors import MAX_QUOTED, UserError, in_short, listed, quoted, reason, truncated
 from megatron_hetero.base.files import open_regular, read_text, resolved
 from megatron_hetero.config.sections import DatasetConfig
@@ -353,7 +353,7 @@ def _parsed(text: Any, where: str, fix: str) -> Paths:
 
 def _turns(value: Any, where: str) -> list[Any]:
     """The turns of a conversation, which may be JSON as text, or in an object. Raises `UserError`."""
-    if isinstance(value, Part) and value.size <= MAX_TEXT_BYTES:
+    if isinstance(value, ByteRange) and value.size <= MAX_TEXT_BYTES:
         value = value.read()
     if isinstance(value, str | bytes):
         value = decoded_json(value.encode() if isinstance(value, str) else value, where)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hetero.base.contents import Part, StoredFile, is_url
+from megatron_hetero.base.contents import ByteRange, StoredFile, is_url
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed
 from megatron_hetero.data.sources.json_files import MAX_TEXT_BYTES
@@ -56,7 +56,7 @@ class TarFiles:
             raw = {
                 part: self._text(file, key, part, start, size)
                 if part.rpartition(".")[2] in TEXTS
-                else Part(file, start, size, f"{key}.{part}")
+                else ByteRange(file, start, size, f"{key}.{part}")
                 for part, start, size in members
             }
             try:

@@ -206,13 +206,13 @@ def _sums_and_runs(flags: list[str], *, overlaps: bool) -> tuple[list[str], dict
         run, order = jobs.build(flags), list[str]()
     if not overlaps:
         run.trainer.runner.optimizer = None
-    real_part, real_start = run.trainer.runner.watch.part, BucketSums._start
+    real_lap, real_start = run.trainer.runner.watch.lap, BucketSums._start
 
     @contextmanager
-    def part(name: str, label: str = "") -> Iterator[None]:
+    def lap(name: str, label: str = "") -> Iterator[None]:
         backward = parsed(label).kind == "B" and name in run.trainer.topology.layouts
         order.extend([name] * backward)
-        with real_part(name, label):
+        with real_lap(name, label):
             yield
         order.extend([f"/{name}"] * backward)
 
@@ -221,7 +221,7 @@ def _sums_and_runs(flags: list[str], *, overlaps: bool) -> tuple[list[str], dict
         real_start(sums, place)
 
     _, batch, _ = next(iter(run.batches()))
-    with mock.patch.object(run.trainer.runner.watch, "part", part), mock.patch.object(BucketSums, "_start", start):
+    with mock.patch.object(run.trainer.runner.watch, "lap", lap), mock.patch.object(BucketSums, "_start", start):
         summary = run.trainer.gradients(batch)
     return order, jobs.gradient(run), summary.norm
 

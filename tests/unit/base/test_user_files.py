@@ -16,7 +16,6 @@ from megatron_hetero.base.outputs import MANIFEST, FileRecord, read_manifest, ve
 from megatron_hetero.checkpoint.index import INDEX, read_index
 from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.config.load import MAX_BYTES, read_yaml
-from megatron_hetero.config.schema import Config
 from megatron_hetero.data.tokenizer import check_folder
 from tests.support.items import annotated
 
@@ -76,7 +75,7 @@ def test_what_is_no_file_or_too_large_is_refused(make: Callable[[Path], Path], s
 
 
 READERS: dict[str, Callable[[Path], Any]] = {
-    "--config": lambda path: read_yaml(path, Config),
+    "--config": read_yaml,
     "annotations": lambda path: annotated("d", path),
     "record": lambda path: RunRecord.read(path.parent),
     "index": lambda path: read_index(path.parent),
@@ -103,7 +102,7 @@ def test_readers_refuse_what_is_too_large(kind: str, tmp_path: Path) -> None:
 def test_a_long_configuration_is_refused(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("# " + "x" * MAX_BYTES)
     with pytest.raises(UserError, match="bytes"):
-        read_yaml(tmp_path / "c.yaml", Config)
+        read_yaml(tmp_path / "c.yaml")
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt"])

@@ -14,6 +14,7 @@ from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.groups.topology import Topology
+from megatron_hetero.layout.communicators import GroupNeeds
 from megatron_hetero.layout.graph import Edge, as_edge
 from megatron_hetero.layout.modules import resolve
 from megatron_hetero.schedule.builders import build_schedule
@@ -76,9 +77,8 @@ def test_what_is_missing_is_a_key_error_that_lists_what_there_is(said: str) -> N
 TOPOLOGIES: dict[str, dict[str, Any]] = {
     "layout of `audio`: found `dp:8@0-7`, expected ranks from 0 to 3": {"audio": mh.Layout.parse("dp:8", 8)},
     "layout of `audio`: found a str, expected a Layout. Parse it": {"audio": "dp:4"},
-    "tied: found `audio`, expected some of vision, text": {"tied": ["audio"]},
-    "interleaved: found `audio`, expected some of vision, text": {"interleaved": ["audio"]},
-    "decoding: found `audio`, expected some of vision, text": {"decoding": ["audio"]},
+    "needs: found `audio`, expected one of vision, text": {"needs": {"audio": GroupNeeds(tied=True)}},
+    "decoding: found `audio`, expected one of vision, text": {"decoding": ["audio"]},
     r"edges: found 'vision', expected pairs of modules": {"edges": ("vision", "text")},
     r"edges: found \('vision', 'text', 'talker'\), expected pairs": {"edges": [("vision", "text", "talker")]},
     r"edge vision>txet: found no module `txet` \(did you mean `text`\?\), expected modules among vision, text": {

@@ -27,6 +27,7 @@ from megatron_hetero.data.encoder_shards import EncoderShards
 from megatron_hetero.data.partition import MicroBatchShare, StepPartitioner
 from megatron_hetero.data.token_shards import TokenShards
 from megatron_hetero.groups.platform import CPU
+from megatron_hetero.layout.communicators import GroupNeeds
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.names import ROWS
 from megatron_hetero.schedule.builders import build_schedule
@@ -163,10 +164,10 @@ class Decoder(torch.nn.Module):
 def crossed(graph: Graph) -> tuple[float, Arrays, dict[str, int]]:
     """A step: this rank's loss, the gradients of the rows that it gave, and what the exchanges moved."""
     rank, layouts, edges = dist.get_rank(), graph.layouts, list(graph.edges)
-    interleaved = ["decoder"] if graph.settings.virtual_stages > 1 else []
+    needs = {"decoder": GroupNeeds(interleaved=graph.settings.virtual_stages > 1)}
     held = dict(_modules(graph, rank, {"encoder": Encoder, "decoder": Decoder}))
     rows = RowGraph(edges, width=WIDTH, dtype=torch.float64, outputs=graph.edges)
-    topology = build(rows, layouts, platform=platform(), interleaved=interleaved, planned=False)
+    topology = build(rows, layouts, platform=platform(), needs=needs, planned=False)
     runner = Runner(topology, held, timeout_s=0)
     schedule = build_schedule(layouts, graph.micro_batches, graph.settings, text="decoder", edges=edges)
 

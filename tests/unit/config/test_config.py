@@ -252,7 +252,7 @@ def test_names_with_a_rate_are_refused_in_the_registry(write) -> None:
 
 DETAIL = "--detail-hf_path x --detail-token y"
 IN_FLAGS = [
-    ("--text-patches_per_call 64", ["modules.text.patches_per_call", "text is no encoder", "modules.text.chunk"]),
+    ("--text-patches_per_call 64", ["modules.text.patches_per_call", "text is not an encoder", "modules.text.chunk"]),
     ("--schedule.timeout_s 1e-30", ["schedule.timeout_s", "expected 0 or ≥ 1"]),
     ("--log.dir " + "é" * 200, ["log.dir", "file name too long"]),
     ("--log.dir \ud800", ["log.dir", "surrogates not allowed"]),
@@ -283,8 +283,6 @@ IN_FLAGS = [
         ["data.registry.x (--data.registry.x.annotations): neither of annotations and files"],
     ),
     ("--data.shuffle yes", ["true or false"]),
-    ("--model.freeze text text", ["model.freeze", "each part once"]),
-    ("--model.train *.mlp.* *.mlp.*", ["model.train", "each part once"]),
     ("--detail-hf_path x", ["modules.detail.token (--detail-token): found no value, expected a placeholder"]),
     ("--text-hf_path x --text-token y", ["the name `text`", "for example `detail`"]),
     ("--visual-hf_path x --visual-token y", ["the name `visual`"]),

@@ -86,7 +86,10 @@ def test_a_file_has_a_mapping_of_modules_and_is_read_back(tmp_path: Path) -> Non
         ("--text-chunk -1", ["modules.text.chunk", "≥ 0"]),
         ("--text-tp_overlap 0", ["modules.text.tp_overlap", "≥ 1"]),
         ("--text-lr 0", ["modules.text.lr", "> 0"]),
-        ("--text-patches_per_call 9", ["modules.text.patches_per_call", "text is no encoder", "modules.text.chunk"]),
+        (
+            "--text-patches_per_call 9",
+            ["modules.text.patches_per_call", "text is not an encoder", "modules.text.chunk"],
+        ),
         ("--text-precision.moments fp8", ["modules.text.precision.moments (--text-precision.moments)", "8bit"]),
         ("--detail-hf_path d", ["modules.detail.token (--detail-token)", "placeholder token"]),
         ("--optimizer-lr 3", ["did you mean `--optimizer.lr`"]),

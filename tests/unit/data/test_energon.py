@@ -16,7 +16,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from megatron_hetero.base.contents import Part, StoredFile
+from megatron_hetero.base.contents import ByteRange, StoredFile
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.fields import Pattern
 from megatron_hetero.config.sections import DatasetConfig
@@ -98,7 +98,7 @@ def test_a_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indexed: bool)
     assert isinstance(data._format, EnergonTars)
     assert shown(data) == [("<image>", f"txt {s}{k}", f"JPG {s}{k}") for s in range(2) for k in range(3)]
     assert data[4].where == f"{tmp_path}/tars/s1.tar: x/k11"
-    assert [item.file.label for item in data[4].items if isinstance(item.file, Part)] == ["x/k11.jpg"]
+    assert [item.file.label for item in data[4].items if isinstance(item.file, ByteRange)] == ["x/k11.jpg"]
     assert shown(opened(tmp_path, split="val")) == [("<image>", f"txt 2{k}", f"JPG 2{k}") for k in range(3)]
     with sqlite3.connect(tmp_path / ".nv-meta" / "index.sqlite") as database:
         if indexed:  # Then no tar is scanned.

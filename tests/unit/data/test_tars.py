@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.base.contents import Part, StoredFile
+from megatron_hetero.base.contents import ByteRange, StoredFile
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.fields import Pattern
 from megatron_hetero.config.sections import DatasetConfig
@@ -68,7 +68,7 @@ def records(path: Path | str, format: TarFiles | None = None) -> list[Found]:
 
 def raw(value: Any) -> bytes:
     """What a part was written from."""
-    return value.read() if isinstance(value, Part) else value.encode()
+    return value.read() if isinstance(value, ByteRange) else value.encode()
 
 
 Write = Callable[[bytes], Path]
@@ -271,7 +271,7 @@ def sample(given: Any, *members: tuple[str, bytes | str]) -> list[tuple[str, byt
 
 def shown(value: Any) -> Any:
     """A record with what parts were written from."""
-    if isinstance(value, Part):
+    if isinstance(value, ByteRange):
         return value.read().decode()
     if isinstance(value, list):
         return [shown(each) for each in value]

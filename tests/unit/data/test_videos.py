@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from megatron_hetero.base.contents import InMemory, Part, StoredFile
+from megatron_hetero.base.contents import ByteRange, InMemory, StoredFile
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.cli.inspect_data import contact_sheet, draw_sheets, show_sample
 from megatron_hetero.config.sections import VideoConfig
@@ -121,7 +121,7 @@ def test_videos_inside_other_files_are_read_as_those_alone(folder: Path, tmp_pat
     path = write_video(folder / "images/inside.mp4", noise(30, (84, 56), 1), rate=10)
     data = path.read_bytes()
     (tmp_path / "pack").write_bytes(b"before" + data + b"after")
-    part = Part(StoredFile(f"{tmp_path}/pack"), 6, len(data), "a.mp4")
+    part = ByteRange(StoredFile(f"{tmp_path}/pack"), 6, len(data), "a.mp4")
     memory = InMemory(data, "a.mp4 in a file", "a.mp4", ("a file", 1, 2))
     read, shown = reader(folder, fps=4.0), item_of(path)
     size = read.size(shown)

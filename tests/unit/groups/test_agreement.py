@@ -14,9 +14,9 @@ from megatron_hetero.groups.collective import (
     on_every,
     on_first,
     on_first_of_all,
-    require_alike,
     require_equal,
     require_same,
+    require_same_facts,
 )
 from tests.support.pool import world
 from tests.support.ranks import on_ranks
@@ -25,7 +25,7 @@ FACTS = {"optimizer.lr": "0.1", "model.hf_path": "/model", "version of torch": "
 
 
 def compare(*of_ranks: Facts, absent: str | None = "nothing") -> None:
-    require_alike("a run", of_ranks, range(len(of_ranks)), "start again", absent=absent)
+    require_same_facts("a run", of_ranks, range(len(of_ranks)), "start again", absent=absent)
 
 
 def test_equal_facts_agree_in_any_order() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.groups.topology import Topology, _check_message, _check_messages, _check_sum
-from megatron_hetero.layout.communicators import AXES_OF_GROUPS, ENDS
+from megatron_hetero.layout.communicators import AXES_OF_GROUPS, ENDS, GroupNeeds
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
 from tests.support.pool import world
@@ -72,7 +72,7 @@ def test_groups_of_eight_ranks() -> None:
 )
 @on_ranks(4)
 def test_first_and_last_stage(text: str, expected: dict[int, tuple[int, ...]]) -> None:
-    topology, rank = build({"vision": "dp:4", "text": text}, tied=["text"]), dist.get_rank()
+    topology, rank = build({"vision": "dp:4", "text": text}, needs={"text": GroupNeeds(tied=True)}), dist.get_rank()
     group = topology.collection("text").embd if rank in topology.layouts["text"] else None
     if rank in expected:
         assert group is not None and group is topology.group("text", *ENDS)
@@ -178,7 +178,7 @@ def test_a_host_group_takes_a_socket_for_each_rank() -> None:
 def test_a_group_that_this_rank_lacks_is_explained() -> None:
     topology = build({"vision": "sp:2@0-1", "text": "tp:2@2-3"})
     mine, other = ("vision", "text") if topology.rank < 2 else ("text", "vision")
-    with pytest.raises(KeyError, match=rf"rank {topology.rank} has no part of `{other}`, whose ranks are \d-\d"):
+    with pytest.raises(KeyError, match=rf"rank {topology.rank} is not in `{other}`, whose ranks are \d-\d"):
         topology.group(other, "tp")
     with pytest.raises(KeyError, match=f"no group of the first and the last stage of `{mine}`"):
         topology.group(mine, *ENDS)
@@ -240,7 +240,7 @@ def test_links(text: str, interleaved: bool, expected: dict[int, dict[tuple[str,
     """By direction and sending stage. Messages go over all of them at once: receives first, which must not hold up
     sends.
     """
-    topology = build({"text": text}, interleaved=["text"] if interleaved else [])
+    topology = build({"text": text}, needs={"text": GroupNeeds(interleaved=interleaved)})
     layout, rank = topology.layouts["text"], dist.get_rank()
     if rank not in layout:
         assert "text" not in topology.pipelines

@@ -20,9 +20,9 @@ from megatron_hetero.groups.watchdog import Stopwatch, Watchdog, clock_of
 def test_the_stopwatch_keeps_laps_and_starts_again() -> None:
     watch = Stopwatch(Platform(CPU, "gloo"))
     for _ in range(2):
-        with watch.part("boundary"):
+        with watch.lap("boundary"):
             time.sleep(0.02)
-    with watch.part("text", "text.0.F0"):
+    with watch.lap("text", "text.0.F0"):
         pass
     laps = watch.read()
     assert len(laps["boundary"]) == 2 and min(laps["boundary"]) >= 0.02
@@ -32,7 +32,7 @@ def test_the_stopwatch_keeps_laps_and_starts_again() -> None:
 
 def test_the_stopwatch_counts_a_part_that_fails() -> None:
     watch = Stopwatch(Platform(CPU, "gloo"))
-    with pytest.raises(ValueError, match="failed"), watch.part("vision"):
+    with pytest.raises(ValueError, match="failed"), watch.lap("vision"):
         raise ValueError("failed")
     assert "vision" in watch.read()
 
@@ -50,7 +50,7 @@ for seconds in (0.2, 0.2, 0.2, 60):
 def test_the_watchdog_ends_a_process_that_is_stuck_and_says_where() -> None:
     expected = "rank 3: found an action of 60 s unfinished after "
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", STUCK], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr[: len(expected)]) == (1, expected)
+    assert (done.returncode, done.stderr[: len(expected)]) == (70, expected)
 
 
 class Device:
@@ -158,7 +158,7 @@ with watchdog.doing(lambda: "the end of the step"):
 def test_the_action_that_hangs_on_the_device_is_named_and_not_the_host_s_nor_slow_ones() -> None:
     source = HUNG.replace('lambda: f"action {action}"', 'lambda action=action: f"action {action}"')
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", source], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
+    assert done.returncode == 70
     assert done.stderr.startswith("rank 3: found action 5 unfinished after ") and done.stderr.endswith("\nand more\n")
 
 
@@ -279,7 +279,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[int
 
 def test_one_rank_speaks_for_all_and_names_the_one_that_is_stopped(scenes: dict[str, tuple[list[int], str]]) -> None:
     status, said = scenes["one is stopped"]
-    assert status == [1, 1, 1] and said.count("found") == 1
+    assert status == [70, 70, 70] and said.count("found") == 1
     assert re.match(r"rank [023]: found (the others|an action) unfinished after [12] s, expected it within", said)
     assert "because rank 1 did not report to wait too, and may be stopped" in said
     assert re.search(r"\n  ranks 0,3: the others, at <string>:\d+\n  rank 2: an action, at <string>:\d+\n", said)
@@ -287,7 +287,7 @@ def test_one_rank_speaks_for_all_and_names_the_one_that_is_stopped(scenes: dict[
 
 def test_ranks_that_all_wait_say_so(scenes: dict[str, tuple[list[int], str]]) -> None:
     status, said = scenes["all wait"]
-    assert status == [1, 1] and said.count("found") == 1 and "because all ranks wait for each other" in said
+    assert status == [70, 70] and said.count("found") == 1 and "because all ranks wait for each other" in said
 
 
 @pytest.mark.parametrize("scene", ["one works", "one works in pieces"])

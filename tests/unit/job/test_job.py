@@ -41,6 +41,14 @@ def test_some_stage_has_as_many_layers_as_are_recomputed() -> None:
         job("dp:2", "pp:2", 2, *uneven, "27")
 
 
+def test_a_rate_that_nothing_uses_is_refused() -> None:
+    rates = "--optimizer.lr 1e-3 --vision-lr 1e-4 --optimizer.lr_projector 1e-4".split()
+    job("dp:1", "dp:1", 1, *rates)
+    job("dp:1", "dp:1", 1, *rates, "--text-lr", "1e-4", "--optimizer.min_lr", "1e-6")
+    with pytest.raises(UserError, match=r"optimizer\.lr .*: found 0\.001, expected no value"):
+        job("dp:1", "dp:1", 1, *rates, "--text-lr", "1e-4")
+
+
 def test_copies_of_a_head_are_not_rounded_with_other_elements() -> None:
     moments = "--text-precision.moments"
     job("dp:16", "tp:16", 16, moments, "bfloat16")

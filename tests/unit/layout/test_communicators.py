@@ -30,6 +30,7 @@ from megatron_hetero.layout.communicators import (
     CommunicatorKind,
     Direction,
     EdgeUse,
+    GroupNeeds,
     Link,
     communicators,
     edge_peers,
@@ -75,7 +76,7 @@ def test_the_readmes_layout() -> None:
 
 
 def test_stages_and_a_tied_embedding() -> None:
-    found = _text(_kinds(5, "dp:2@0-1", "pp:3@2-4", tied=["text"], interleaved=["text"]))
+    found = _text(_kinds(5, "dp:2@0-1", "pp:3@2-4", needs={"text": GroupNeeds(tied=True, interleaved=True)}))
     assert found == {
         "vision sp,cp,dp": ((0, 1),),
         "text first and last pp": ((2, 4),),
@@ -113,8 +114,9 @@ def _drawn(draw: st.DrawFn) -> tuple[dict[str, Layout], dict[str, Any]]:
             degrees[axis] = draw(st.sampled_from([d for d in range(1, stage + 1) if stage % d == 0]))
             stage //= degrees[axis]
         layouts[name] = Layout.of(degrees, tuple(range(first, first + step * size, step)), views)
-    options = {name: draw(st.sets(st.sampled_from([*layouts]))) for name in ("tied", "interleaved", "megatron")}
-    return layouts, options
+    needs = st.builds(GroupNeeds, tied=st.booleans(), interleaved=st.booleans(), exchanging=st.booleans())
+    megatron = draw(st.sets(st.sampled_from([*layouts])))
+    return layouts, {"needs": {name: draw(needs) for name in layouts}, "megatron": megatron}
 
 
 @settings(max_examples=50)
@@ -146,7 +148,7 @@ def _assert_complete(layouts: dict[str, Layout], kinds: Sequence[CommunicatorKin
             for use in [Axes(name, axes, view) for view in layout.views for axes in (view.shard_axes, view.sum_axes)]:
                 ranks = layout.group_of(rank, *use.axes)
                 assert (use in mine) == (len(ranks) > 1) and (len(ranks) == 1 or ranks in mine[use].groups)
-            at, ring = layout.coordinate(rank).pp, layout.pp if name in options["interleaved"] else 0
+            at, ring = layout.coordinate(rank).pp, layout.pp if options["needs"][name].interleaved else 0
             for sender, direction, by in [
                 (s, d, b) for s in range(layout.pp) for d, b in (("forward", 1), ("backward", -1))
             ]:
@@ -208,7 +210,8 @@ def _calls(rank: int, world_size: int, **options: Any) -> list[Any]:
     platform, layouts = Recording(CPU, "fake", host_backend="fake"), _layouts(world_size, *LARGEST[world_size])
     object.__setattr__(platform, "calls", [])
     with _fake_world(rank, world_size):
-        options |= {"decoding": ["vision"], "edges": [EDGE], "tied": ["text"], "interleaved": ["text"]}
+        needs = {"text": GroupNeeds(tied=True, interleaved=True)}
+        options |= {"decoding": ["vision"], "edges": [EDGE], "needs": needs}
         Topology.build(layouts, platform, **options, check=False)
         return platform.calls
 

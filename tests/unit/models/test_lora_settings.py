@@ -79,11 +79,11 @@ def test_flags_and_files_say_the_same(load: Load, tmp_path: Path) -> None:
         ("--text-lora.r 4 --text-lora.alpha 0", "found 0.0, expected > 0"),
         ("--text-lora.r 4 --text-lora.lr_ratio 0", "found 0.0, expected > 0"),
         ("--text-lora.r 4 --text-lora.patterns.q_proj.r 0", "found 0, expected ≥ 1"),
-        ("--text-lora.alpha 4", "because modules.text.lora.r is 0, so that there are no adapters. Set modules.text"),
-        ("--text-lora.targets q_proj", "because modules.text.lora.r is 0"),
+        ("--text-lora.alpha 4", "because there are no adapters, as modules.text.lora.r is 0. Set modules.text"),
+        ("--text-lora.targets q_proj", "as modules.text.lora.r is 0"),
         ("--text-lora.r 4 --text-lora.patterns.q_proj.r none",
          "modules.text.lora.patterns.q_proj (--text-lora.patterns.q_proj): found neither r nor alpha, expected one of"),
-        ("--text-lora.r 4 --text-lora.hf_path f", "modules.text.lora.hf_path has adapters of its own. Remove one"),
+        ("--text-lora.r 4 --text-lora.hf_path f", "the folder modules.text.lora.hf_path sets it. Remove one"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be(flags: str, message: str, load: Load) -> None:

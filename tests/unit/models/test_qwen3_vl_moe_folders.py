@@ -246,7 +246,7 @@ def test_square_tensors_are_taken_as_transformers_takes_them(ffn: int, square: s
     weights = opened(tmp_path, "square")[1]["text"]
     assert all(torch.equal(weights.whole(name), tensor) for name, tensor in want.items())
     write_transposed(tmp_path / "square", tmp_path / "published")
-    match = rf"transposed tensors beside such with as many rows as columns: model\.layers\.0\.mlp\.experts\.{square}"
+    match = rf"transposed tensors beside square ones: model\.layers\.0\.mlp\.experts\.{square}"
     refused(tmp_path / "published", match)
 
 

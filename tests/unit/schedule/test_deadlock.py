@@ -20,6 +20,7 @@ from megatron_hetero.layout.communicators import (
     GRADIENT_CTAS,
     POOL_STREAMS,
     EdgeUse,
+    GroupNeeds,
     Link,
     communicators,
 )
@@ -111,7 +112,7 @@ def test_the_wiring_is_that_of_the_topology(schedule: Schedule) -> None:
     kinds = communicators(
         {module.name: module.layout for module in schedule.modules},
         edges=schedule.edges,
-        interleaved=[module.name for module in schedule.modules if module.virtual > 1],
+        needs={module.name: GroupNeeds(interleaved=module.virtual > 1) for module in schedule.modules},
     )
     alone = {str(EdgeUse(edge, way)) for edge in schedule.edges for way in DIRECTIONS
              if len({*schedule.sides(edge)[0], *schedule.sides(edge)[1]}) == 1}  # fmt: skip

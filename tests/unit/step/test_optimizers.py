@@ -23,6 +23,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.layout.axes import Axis, View
+from megatron_hetero.layout.communicators import GroupNeeds
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.step.algorithms import SGD, AdamW
 from megatron_hetero.step.gradients import finish_gradients
@@ -549,9 +550,10 @@ def test_ends_that_share_a_parameter_are_compared() -> None:
         assert [slices[0].name for slices in optimizer.modules[0].maps[0].values()] == ["text.stage 0: weight"]
     layouts = {"text": topology.layouts["text"]}
     without = Topology.build(layouts, topology.platform, megatron=[])
-    with pytest.raises(UserError, match="this rank has no group with the other end of the pipeline. Name the module"):
+    with pytest.raises(UserError, match="no group with the other end of the pipeline. Build the topology with"):
         build_optimizers(without, {"text": end()}, sgd)
-    build_optimizers(Topology.build(layouts, topology.platform, megatron=[], tied=["text"]), {"text": end()}, sgd)
+    needs = {"text": GroupNeeds(tied=True)}
+    build_optimizers(Topology.build(layouts, topology.platform, megatron=[], needs=needs), {"text": end()}, sgd)
 
 
 NARROW = [{}, {"master": "split"}, {"master": "none"}, {"moments": "bfloat16"}, {"moments": "8bit"}, {"offload": True}]

@@ -29,6 +29,7 @@ from megatron_hetero import (
 )
 from megatron_hetero import micro_batch as block
 from megatron_hetero.groups.topology import Topology
+from megatron_hetero.layout.communicators import GroupNeeds
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.schedule.contract import ModuleOnRank
 from megatron_hetero.schedule.settings import ScheduleSettings
@@ -266,7 +267,7 @@ def test_edges_are_known_by_the_stages_that_they_join() -> None:
 def test_virtual_stages_of_a_module_that_others_feed() -> None:
     """Two on each rank, of which every one is a layer."""
     graph = Graph({"vision": ["text"]}, width=WIDTH, dtype=torch.float64)
-    topology = build(graph, vision="dp:2", text="pp:2", interleaved=["text"])
+    topology = build(graph, vision="dp:2", text="pp:2", needs={"text": GroupNeeds(interleaved=True)})
     torch.manual_seed(5)
     encoder, layers = (
         nn.Linear(WIDTH, WIDTH, dtype=torch.float64),
@@ -330,7 +331,7 @@ def test_wrong_uses_are_errors_on_all_ranks() -> None:
     rank = dist.get_rank()
     with pytest.raises(UserError, match="build: found no layout of `generator`, expected one for each module"):
         build(GRAPH, vision="dp:4", text="dp:4")
-    with pytest.raises(UserError, match="build: found a layout of `sound`, expected those of vision, text, generator"):
+    with pytest.raises(UserError, match="build: found a layout of `sound`, expected one of vision, text, generator"):
         build(GRAPH, vision="dp:4", text="dp:4", generator="dp:4", sound="dp:4")
     with pytest.raises(
         UserError, match=r"text layout `dp:4@2-5`: found ranks 4-5, expected ranks from 0 to 3.* Try `text="
