@@ -212,7 +212,7 @@ def test_type_and_frozen_parts_may_change(untouched: Untouched, folders: Path, t
 
     thawed = flags(folders, tmp_path / "second", "tp:2", "dp:2", f"--checkpoint.resume {first} --train.iters 5")
     found = pools(2).run(jobs.train, thawed)[0]
-    assert any("vision no longer frozen: its optimizer moments start at zero" in note for note in found["notes"])
+    assert any("vision no longer frozen: " in note for note in found["notes"])
     last = jobs.tensors(tmp_path / "second/checkpoints/step-00000005")
     counts = {key: float(count) for key, count in last.items() if key.startswith("step/")}
     assert counts["step/visual.blocks.0.norm1.weight"] == 1 and counts["step/model.norm.weight"] == 5
@@ -223,9 +223,7 @@ def test_tensors_may_be_frozen_one_by_one(untouched: Untouched, folders: Path, t
     more = f"--model.freeze model.layers.*.mlp.* projector --checkpoint.resume {written}"
     found = pools(2).run(jobs.train, flags(folders, tmp_path / "first", "tp:2", "dp:2", more), tmp_path / "copy")[0]
     note = next(note for note in found["notes"] if "now frozen" in note)
-    assert (
-        note.startswith("projector, model.layers.0.mlp.down_proj.weight, ") and "its optimizer state is dropped" in note
-    )
+    assert note.startswith("projector, model.layers.0.mlp.down_proj.weight, ") and "optimizer state" in note
     before, loaded = jobs.tensors(written), jobs.tensors(tmp_path / "copy/step-00000002")
     assert {key.split("/")[1] for key in before.keys() - loaded.keys() if "exp_avg/" in key} == {
         name.split("/")[1] for name in before if re.match(r"exp_avg/(model\.layers\.\d+\.mlp\.|visual\.merger)", name)

@@ -143,9 +143,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(folders: Path, tmp_path: Path
         name: values + 1e-3 if "blocks.1.norm2" in name else values for name, values in weights.items()
     }
     save_file(changed, model / "model.safetensors", {"format": "pt"})
-    assert "other weights than the base of the adapters" in error(
-        line(f"{LORA} --checkpoint.allow_changes model.hf_path")
-    )
+    assert "other weights" in error(line(f"{LORA} --checkpoint.allow_changes model.hf_path"))
     (model / "model.safetensors").unlink()
     assert f"{model}: found no safetensors weights" in error(line())
     save_file(weights, model / "model.safetensors", {"format": "pt"})
@@ -227,7 +225,7 @@ def test_exports_need_the_base_only_to_merge(
     save_file({name: values * 1.01 for name, values in weights.items()}, moved / "model.safetensors", {"format": "pt"})
     for options in ([], ["--merge"]):
         message = exported("--model", str(moved), *options)
-        assert f"model.hf_path (--model DIR): {moved}: other weights than the base of the adapters in" in message
+        assert f"model.hf_path (--model DIR): {moved}: other weights" in message
     assert exported() == ""
     adapters = contents(tmp_path / "export")
     (moved / "model.safetensors").unlink()

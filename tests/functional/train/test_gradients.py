@@ -450,5 +450,5 @@ def test_a_run_without_a_sample_that_is_short_enough_is_refused(
     """After as many in a row as an epoch has, which are two steps, or all of the run."""
     more = f"--train.iters {iters} --data.max_seq_length 3 --data.too_long skip"
     for done, message in pools(4).run(jobs.error_of, make_flags("sp:4", "tp:2,dp:2", more)):
-        assert done == trained and f"all of {skipped} samples in a row are longer than 3 tokens" in message
+        assert done == trained and f"all of {skipped} samples" in message
         assert message.startswith(f"data.max_seq_length (--data.max_seq_length), step {trained + 1}: ")

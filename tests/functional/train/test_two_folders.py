@@ -133,7 +133,7 @@ def test_a_language_model_alone_needs_an_encoder(folders: Path, make_flags: Make
         JobSpec.of(load_config(make_flags("dp:2", "dp:2", two(folders, "fits", "text"))), 2)
     with pytest.raises(UserError, match="model.hf_path_vision: found no "):
         JobSpec.of(load_config(make_flags("dp:2", "dp:2", two(folders, "fits", "nowhere"))), 2)
-    with pytest.raises(UserError, match="expected a folder separate from model.hf_path_vision"):
+    with pytest.raises(UserError, match="separate from model.hf_path_vision"):
         load_config(make_flags("dp:2", "dp:2", two(folders, "text", "fits", f"--export.hf_dir {folders}/fits")))
 
 

@@ -165,7 +165,7 @@ def test_copies_of_gradients_are_what_the_plan_says(kind: str) -> None:
     gradients(weights[kind])
     gradients(0.0)  # Rows that nobody uses.
     other = "invariant" if kind == "partial" else "partial"
-    with pytest.raises(ValueError, match=rf"rows that .* on ranks 0-1, .* plan with gradient='{other}' if each"):
+    with pytest.raises(ValueError, match=rf"rows .* on ranks 0-1, .* gradient='{other}'"):
         gradients(weights[other])
     gradients(weights[other], check=False)
 
@@ -175,7 +175,7 @@ def test_equal_parts_of_a_mean_are_warned_of() -> None:
     """Ranks that share the tokens of a pooled sample may have equal parts, as do those that compute the whole."""
     boundary = between(SHARDS, PARTS)
     rows = boundary.x[boundary.held].requires_grad_()
-    said = "found gradients of rows that are equal on ranks .*, expected parts"
+    said = "found gradients .* equal on ranks "
     with pytest.warns(UserWarning, match=said), crossings() as cross:
         (cross(communicator(), boundary.loaded, rows).mean(0).sum() / 2).backward()
     assert rows.grad is not None and (not len(rows) or rows.grad.abs().min() > 0)

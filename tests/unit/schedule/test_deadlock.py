@@ -221,13 +221,13 @@ def test_sums_of_gradients_of_modules_on_the_same_ranks_count() -> None:
     assert most_resident(frozen, frozen.roles[0]).ctas <= 3 * CTAS, "nothing is trained"
     staged = build_schedule(layouts(**dict.fromkeys(names, "dp:2,pp:2@0-3")), 8, text="text")
     said = refusal(staged)
-    assert "found communication that may occupy 100 SMs of a GPU at a time, expected at most 80" in said
+    assert "100 SMs" in said and "expected at most 80" in said
 
 
 def test_communication_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_hetero.layout.communicators.CTAS", 24)
     said = refusal(build_schedule(layouts(vision="dp:1@0", text="pp:3@1-3"), 6))
-    assert "rank 1 (text.0), at `text.0<1.B1`: found communication that may occupy 96 SMs of a GPU at a time" in said
+    assert "rank 1 (text.0), at `text.0<1.B1`: found " in said and " 96 SMs " in said
     begun = next(line for line in said.splitlines() if line.startswith("operations that have begun: "))
     assert sorted(begun.removeprefix("operations that have begun: ").split(", ")) == [
         "text backward from stage 1", "text forward from stage 0", "text>vision", "vision>text",
