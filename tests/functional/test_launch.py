@@ -12,13 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.functional.programs import program
 from tests.support.matrix import thinned
 
-HEAD = """
-import os, sys, threading, time
-from megatron_hetero.base.errors import UserError
-from megatron_hetero.groups.launch import guarded, process_group, rank, world_size
-"""
 TORCHRUN = [
     "-m",
     "torch.distributed.run",
@@ -29,11 +25,6 @@ TORCHRUN = [
     "--rdzv-endpoint",
     "localhost:0",
 ]
-
-
-def program(body: str) -> str:
-    main = "".join(f"    {line}\n" for line in body.splitlines())
-    return f"{HEAD}def main(argv):\n{main}if __name__ == '__main__':\n    guarded(main, sys.argv[1:])\n"
 
 
 def start(body: str, *argv: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:

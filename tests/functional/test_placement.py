@@ -15,7 +15,7 @@ import pytest
 
 from tests.functional.dying import arm
 from tests.functional.forked import Forked, pretrain
-from tests.functional.test_torchrun import CONFIG, PROGRAM
+from tests.functional.programs import CONFIG, PROGRAM
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import thinned
 

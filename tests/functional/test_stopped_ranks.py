@@ -14,7 +14,7 @@ import pytest
 
 from tests.functional.dying import arm
 from tests.functional.forked import Forked, pretrain
-from tests.functional.test_torchrun import CONFIG
+from tests.functional.programs import CONFIG
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import thinned
 

@@ -21,7 +21,7 @@ import pytest
 from megatron_hetero.base.outputs import read_manifest, unfinished, verify, whole
 from megatron_hetero.groups.launch import INTERRUPTED
 from megatron_hetero.run import STOPPED
-from tests.functional.test_torchrun import CONFIG, PROGRAM, started
+from tests.functional.programs import CONFIG, PROGRAM, started
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import thinned
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.test_launch import program
+from tests.functional.programs import program
 
 TABLE = """
 from rich.table import Table

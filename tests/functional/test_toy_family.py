@@ -23,11 +23,10 @@ from megatron_hetero.job.job import JobSpec
 from megatron_hetero.models.registry import ENTRY_POINTS, FAMILIES, family_of
 from pretrain_vlm import build_run
 from tests.support.matrix import thinned
-from tests.support.pool import Pool, platform
+from tests.support.pool import Pools, platform
 from tests.support.toy_family.family import TOY, known, write_data, write_model
 
 ROOT = Path(__file__).parents[2]
-Pools = Callable[[int], Pool]
 MakeFlags = Callable[..., list[str]]
 LAYOUTS = [
     ("dp:2", "tp:2,xp:2", ""),

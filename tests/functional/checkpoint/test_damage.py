@@ -28,9 +28,10 @@ from megatron_hetero.config.sections import CheckpointConfig
 from megatron_hetero.train.stopping import stop_requests
 from megatron_hetero.train.trainer import Trainer
 from tests.functional.checkpoint import runs as jobs
+from tests.functional.checkpoint.checks import flip
 from tests.functional.checkpoint.conftest import Untouched
 from tests.functional.checkpoint.runs import calling, error_in, flags, full_disk
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 from tests.support.runs import build, build_logged
 
 
@@ -104,9 +105,6 @@ def ended_by_an_error(flags: list[str], folder: Path) -> tuple[list[int], list[s
     return list(whole(folder)), said
 
 
-Pools = Callable[[int], Pool]
-
-
 def truncate(checkpoint: Path) -> str:
     path = checkpoint / "tensors-1-0.safetensors"
     size = path.stat().st_size
@@ -117,14 +115,6 @@ def truncate(checkpoint: Path) -> str:
 def remove(checkpoint: Path) -> str:
     (checkpoint / "tensors-0-0.safetensors").unlink()
     return "1 damaged file (tensors-0-0.safetensors is missing)"
-
-
-def flip(checkpoint: Path) -> str:
-    path = checkpoint / "tensors-0-0.safetensors"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    return "1 damaged file (tensors-0-0.safetensors has a different SHA-256)"
 
 
 def swap(checkpoint: Path) -> str:
@@ -342,9 +332,7 @@ def test_ranks_agree_on_the_step_to_stop_at(folders: Path, tmp_path: Path, pools
     assert stopped == [(1, True)] * 2 and list(whole(tmp_path / "checkpoints")) == [1]
 
 
-def test_a_run_resumes_with_the_same_model(
-    untouched: Untouched, folders: Path, tmp_path: Path, pools: Callable[[int], Pool]
-) -> None:
+def test_a_run_resumes_with_the_same_model(untouched: Untouched, folders: Path, tmp_path: Path, pools: Pools) -> None:
     run, model = shutil.copytree(untouched.folder, tmp_path / "run"), shutil.copytree(folders / "plain", tmp_path / "m")
     line = jobs.flags(folders, run, "tp:2", "tp:2", model=str(model))
     assert RunRecord.read(run / "checkpoints/step-00000004").model_files["model.hf_path"].keys() >= {"tokenizer.json"}

@@ -24,9 +24,8 @@ from megatron_hetero.step.gradients import GradientSummary
 from megatron_hetero.train.stopping import StopRequest
 from megatron_hetero.train.trainer import Trainer
 from tests.functional.checkpoint.runs import flags, once
-from tests.support.pool import Pool, platform
+from tests.support.pool import Pools, platform
 
-Pools = Callable[[int], Pool]
 Harm = Callable[[int, Path], object]
 """Is done by each rank, given with a folder."""
 

@@ -10,9 +10,9 @@ import pytest
 from pyarrow import parquet
 
 from tests.functional.checkpoint import runs as jobs
-from tests.functional.checkpoint.test_across_layouts import Pools
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.formats import FORMATS, write_as
+from tests.support.pool import Pools
 
 SAMPLES, BATCH, STEPS = 9, 3, 6
 """Two epochs."""

@@ -39,17 +39,16 @@ from megatron_hetero.models.families.common import canonical_name
 from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.step.number_formats import nearest_bfloat16
 from tests.functional.checkpoint import runs as jobs
+from tests.functional.checkpoint.checks import bytes_of, published, same
 from tests.functional.checkpoint.conftest import Untouched
 from tests.functional.checkpoint.runs import flags, seal
-from tests.functional.checkpoint.test_across_layouts import same
-from tests.functional.train.test_two_folders import write_language_model
-from tests.support.folders import ModelChoice, write_model, write_transposed
-from tests.support.folders import write_language_model as write_alone
+from tests.support.folders import ModelChoice, write_model, write_qwen2, write_transposed
+from tests.support.folders import write_qwen2 as write_alone
+from tests.support.locks import HOLD
 from tests.support.matrix import thinned
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 from tests.support.runs import build_logged
 from tests.support.shapes import shapes_of_folder
-from tests.unit.hf.test_folder_writer import HOLD
 
 
 def train_and_export(flags: list[str], target: Path) -> list[float]:
@@ -63,7 +62,6 @@ def train_and_export(flags: list[str], target: Path) -> list[float]:
     return losses
 
 
-Pools = Callable[[int], Pool]
 Capture = pytest.CaptureFixture[str]
 
 importer = importlib.import_module("megatron_hetero.cli.import")  # a keyword, which no import statement takes
@@ -76,7 +74,7 @@ def more_folders(folders: Path) -> Path:
     """
     write_model(folders / "detail", ModelChoice(vision_layers=1, text_layers=1, full_layers=(0,), seed=3))
     write_model(folders / "narrow", ModelChoice(heads=2, vision_layers=1, text_layers=1, full_layers=(0,), seed=4))
-    write_language_model(folders / "text")
+    write_qwen2(folders / "text")
     return folders
 
 
@@ -92,15 +90,6 @@ def exported(*arguments: object) -> int:
 
 def imported(*arguments: object) -> int:
     return importer.main([str(argument) for argument in arguments])
-
-
-def bytes_of(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
-def published(folder: Path) -> dict[str, bytes]:
-    """Without marks, which are of the folder itself."""
-    return {name: data for name, data in bytes_of(folder).items() if not name.endswith(MARK)}
 
 
 def edit(path: Path, **values: object) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -27,9 +26,10 @@ from megatron_hetero.checkpoint.resume import choose, started_again
 from megatron_hetero.config.sections import CheckpointConfig
 from megatron_hetero.groups.platform import Platform
 from tests.functional.checkpoint import runs as jobs
+from tests.functional.checkpoint.checks import flip
 from tests.functional.checkpoint.runs import error_in, error_of, flags, full_disk
-from tests.functional.checkpoint.test_damage import flip
-from tests.support.pool import Pool
+from tests.support.locks import HELD_ELSEWHERE
+from tests.support.pool import Pools
 from tests.support.runs import build, build_logged
 
 
@@ -88,9 +88,6 @@ def loses_the_last(flags: list[str]) -> tuple[list[str], str]:
     return said, str(run.saver.lost)
 
 
-Pools = Callable[[int], Pool]
-
-
 def test_what_is_not_ours_is_never_removed(tmp_path: Path) -> None:
     for name in ("step-00001000", "step-00000002", "step-2", "notes"):
         (tmp_path / name).mkdir()
@@ -135,23 +132,13 @@ def test_a_run_that_is_started_again_resumes_wherever_it_began(run: Path) -> Non
 
 def test_one_run_alone_writes_into_a_folder(run: Path, folders: Path, pools: Pools) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(run / "checkpoints/.lock")], stdout=subprocess.PIPE
+        [sys.executable, "-c", HELD_ELSEWHERE, str(run / "checkpoints/.lock")], stdout=subprocess.PIPE
     ) as other:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
         messages = pools(2).run(error_at_once, flags(folders, run, "tp:2", "tp:2"))
         other.kill()
     assert messages[0] == messages[1] and "(process 1 on elsewhere)" in messages[0]
     assert pools(2).run(jobs.error_of, flags(folders, run, "tp:2", "tp:2"))[0].startswith("no error")
-
-
-HOLD = """
-import fcntl, sys, time
-file = open(sys.argv[1], "w")
-fcntl.lockf(file, fcntl.LOCK_EX)
-print("process 1 on elsewhere", file=file, flush=True)
-print("held", flush=True)
-time.sleep(60)
-"""
 
 
 def test_ranks_must_share_the_folder(folders: Path, tmp_path: Path, pools: Pools) -> None:

@@ -8,19 +8,15 @@ import contextlib
 import io
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.functional.train.test_gradients import write_long
-from tests.support.folders import write_data
-from tests.support.pool import Pool
+from tests.support.folders import write_data, write_long
+from tests.support.pool import Pools
 from tests.support.runs import MakeFlags, build_logged, stored
-
-Pools = Callable[[int], Pool]
 
 LAYOUTS = [("sp:2", "tp:2"), ("dp:1@0", "dp:1@1")]
 

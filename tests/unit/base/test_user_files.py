@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,6 @@ from megatron_hetero.config.load import MAX_BYTES, read_yaml
 from megatron_hetero.config.schema import Config
 from megatron_hetero.data.tokenizer import check_folder
 from tests.support.items import annotated
-
-
-@pytest.fixture(autouse=True)
-def at_once() -> Iterator[None]:
-    """What waits for a pipe is interrupted, and fails."""
-
-    def interrupt(*_: object) -> None:
-        raise AssertionError("it waits")
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.alarm(10)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 def pipe(path: Path) -> Path:

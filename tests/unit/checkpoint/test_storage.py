@@ -23,7 +23,7 @@ from megatron_hetero.checkpoint.storage import read_entries, write_entries
 from tests.support.mutations import ODD, at, places
 from tests.support.pool import world
 from tests.support.ranks import on_ranks
-from tests.unit.checkpoint.test_record import RUN
+from tests.unit.checkpoint.records import RUN
 
 VALUES = {
     "weights/a": torch.arange(21.0).view(7, 3),

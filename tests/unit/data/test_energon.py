@@ -24,54 +24,10 @@ from megatron_hetero.data.records import Dataset, Reading
 from megatron_hetero.data.sources import energon, patterns
 from megatron_hetero.data.sources.energon import EnergonTars, Shard, open_energon
 from megatron_hetero.data.sources.formats import Columns
-from megatron_hetero.data.sources.tar_headers import tar_members
 from megatron_hetero.data.sources.tars import TarFiles
 from megatron_hetero.data.validation import item_fields
-from tests.unit.data.test_tars import pack
-
-SHARDS = {
-    f"tars/s{shard}.tar": [(f"x/k{shard}{k}.{part}", f"{part} {shard}{k}") for k in range(3) for part in ("JPG", "txt")]
-    for shard in range(3)
-}
-CAPTIONS = {"sample_type": {"__module__": "megatron.energon", "__class__": "CaptioningSample"},
-            "field_map": {"image": "JPG", "caption": "txt"}}  # fmt: skip
-SPLIT = {"split_parts": {"train": ["tars/s{0..1}.tar"], "val": ["tars/s2.tar"], "test": []}, "exclude": []}
-
-
-def prepare(folder: Path, shards: Mapping[str, Any] = SHARDS, dataset: Any = CAPTIONS, split: Any = SPLIT) -> Path:
-    """Write a folder as `energon prepare` does."""
-    meta = folder / ".nv-meta"
-    meta.mkdir(parents=True)
-    database = sqlite3.connect(meta / "index.sqlite")
-    database.execute(
-        "CREATE TABLE samples (tar_file_id INTEGER NOT NULL, sample_key TEXT NOT NULL UNIQUE, "
-        "sample_index INTEGER NOT NULL, byte_offset INTEGER, byte_size INTEGER)"
-    )
-    database.execute(
-        "CREATE TABLE sample_parts (tar_file_id INTEGER, sample_index INTEGER, part_name TEXT, "
-        "content_byte_offset INTEGER, content_byte_size INTEGER)"
-    )
-    counts = {}
-    for number, (name, members) in enumerate(shards.items()):
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(pack(members, mtime=1.5))
-        keys: list[bytes] = []
-        for key, part, start, size in tar_members(StoredFile(str(path)), path.stat().st_size):
-            if key not in keys:
-                keys.append(key)
-                row = (number, key.decode(), len(keys) - 1, start - 512, 0)
-                database.execute("INSERT INTO samples VALUES (?, ?, ?, ?, ?)", row)
-            row = (number, len(keys) - 1, part.decode(), start, size)
-            database.execute("INSERT INTO sample_parts VALUES (?, ?, ?, ?, ?)", row)
-        counts[name] = len(keys)
-    database.commit()
-    database.close()
-    # JSON is YAML, too.
-    (meta / ".info.json").write_text(json.dumps({"energon_version": "7.4.1", "shard_counts": counts}))
-    (meta / "split.yaml").write_text(json.dumps(split))
-    (meta / "dataset.yaml").write_text(json.dumps(dataset))
-    return folder
+from tests.support.energon import SHARDS, SPLIT, prepare
+from tests.support.formats import pack
 
 
 def opened(folder: Path | str, **entry: Any) -> Dataset:
@@ -294,7 +250,7 @@ BROKEN = {
     "no parts": (meta_file("split.yaml", "{}"), "split_parts: found null"),
     "no list": (in_split(split_parts={"train": "tars/s0.tar"}), "train: found a string, "),
     "odd list": (in_split(split_parts={"train": [["x"]]}), "train: found a list, "),
-    "a store": (in_split(split_parts={"train": ["s3://b/{a,b}*"]}), r"found 's3://b/\{a,b\}\*', "),
+    "a store": (in_split(split_parts={"train": ["s3://b/{a,b}*"]}), "found 's3://b/"),
     "braces": (in_split(split_parts={"train": ["tars/s{3..1}.tar"]}), "train: .*ascending range"),
     "outside": (in_split(split_parts={"train": ["../a.tar"]}), r"found '\.\./a\.tar', "),
     "absolute": (in_split(split_parts={"train": ["/a.tar"]}), "found '/a.tar', "),

@@ -18,7 +18,7 @@ from rich.console import Console
 from megatron_hetero.cli import inspect_data as inspect
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Record
-from tests.unit.data.test_energon import prepare
+from tests.support.energon import prepare
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pickle
 import tarfile
 import time
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,24 +32,11 @@ from megatron_hetero.data.sources.json_files import MAX_TEXT_BYTES
 from megatron_hetero.data.sources.tars import TarFiles
 from megatron_hetero.data.turns import Turn
 from megatron_hetero.data.validation import IMAGES, item_fields
+from tests.support.formats import pack
 from tests.unit.data.conftest import MemoryStore
 
 FORMATS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
 TURNS = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "It."}]
-
-
-def pack(members: Sequence[tuple[str, bytes | str]], format: int = tarfile.PAX_FORMAT, **fields: Any) -> bytes:
-    """A tar file of these members, whose headers have further fields."""
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w", format=format) as tar:
-        for name, data in members:
-            data = data.encode() if isinstance(data, str) else data
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            for field, value in fields.items():
-                setattr(member, field, value)
-            tar.addfile(member, io.BytesIO(data))
-    return file.getvalue()
 
 
 def scanned(path: Path | str) -> tuple[int, Arrays]:

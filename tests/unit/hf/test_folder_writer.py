@@ -29,6 +29,7 @@ from megatron_hetero.hf.model_files import INDEX, SINGLE, folder_writer, plan_sh
 from megatron_hetero.models.families.common import canonical_name
 from megatron_hetero.models.weights import stored_shapes
 from tests.support.folders import ModelChoice, write_model
+from tests.support.locks import HOLD
 from tests.support.shapes import shapes_of_folder
 
 
@@ -121,16 +122,6 @@ def test_an_earlier_export_is_replaced_whole(model: Path, tmp_path: Path) -> Non
     write(model, target, limit=40_000)
     write(model, target)
     assert [path.name for path in target.glob("*.safetensors")] == [SINGLE] and not (target / INDEX).exists()
-
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from megatron_hetero.base.lock import Lock
-held = Lock.take(Path(sys.argv[1]), "", "", mixed="", fix="")
-print("held", flush=True)
-time.sleep(60)
-"""
 
 
 def test_two_exports_do_not_mix(model: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from megatron_hetero.models.frozen import Frozen
 from megatron_hetero.models.layers.parts import FORWARD, Passes, Tokens
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes
-from tests.unit.models.test_stages import shapes_of
+from tests.support.shapes import shapes_of
 
 SHAPES = shapes_of(12, tied=False)
 TWO = ModelShapes({**SHAPES.encoders, "detail": shapes_of(1, tied=False).encoders["vision"]}, SHAPES.text)

@@ -28,8 +28,8 @@ from megatron_hetero.models.layers.recompute import Hooks, not_saving, recompute
 from tests.support.folders import write_model
 from tests.support.matrix import thinned
 from tests.support.ranks import on_ranks
+from tests.unit.models.choices import CHOICES, flags_of
 from tests.unit.models.steps import train
-from tests.unit.models.test_recompute import CHOICES, flags_of
 
 PLATFORM = Platform(CPU, "gloo")
 Make = Callable[[Tensor], Tensor]

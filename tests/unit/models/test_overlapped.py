@@ -29,8 +29,8 @@ from tests.support.folders import ModelChoice, write_model
 from tests.support.matrix import thinned
 from tests.support.pool import world
 from tests.support.ranks import on_ranks
+from tests.unit.models.choices import assert_equal, flags_of
 from tests.unit.models.steps import train
-from tests.unit.models.test_recompute import assert_equal, flags_of
 
 PARTS = [3, 0, 4, 1]
 

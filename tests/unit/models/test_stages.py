@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.hf.weight_map import Share
 from megatron_hetero.layout.pipeline import LAYERS, PipelineStage, cut_stages, even_split, stages_of_rank
-from megatron_hetero.models.families.qwen2_5_vl.shapes import TextShape, VisionShape
-from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import weight_map
+from tests.support.shapes import shapes_of
 
 splits = st.lists(st.integers(1, 5), min_size=1, max_size=6).map(tuple)
 
@@ -131,11 +130,6 @@ def test_names() -> None:
 
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-
-
-def shapes_of(layers: int, tied: bool) -> ModelShapes:
-    vision = VisionShape(layers, 8, 2, 6, 3, 2, 1, 2, 8, 1e4, window=4, full_layers=frozenset({0}))
-    return ModelShapes({"vision": vision}, TextShape(layers, 8, 2, 1, 4, 6, 7, tied, 1e4, (1, 1), 1e-6, 64))
 
 
 @given(splits, st.booleans(), st.sampled_from([(0, 1), (0, 2), (1, 2)]))

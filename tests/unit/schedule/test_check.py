@@ -9,19 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.measuring.actions import parsed
-from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.check import ScheduleError, check_schedule
 from megatron_hetero.schedule.program import Module, Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.unit.schedule.oracle import Failure, execute
-from tests.unit.schedule.shapes import layouts, schedules
-
-
-def with_actions(schedule: Schedule, role: int, actions: list[Action]) -> Schedule:
-    """The schedule with other actions of one role."""
-    changed = replace(schedule.roles[role], actions=tuple(actions))
-    return replace(schedule, roles=(*schedule.roles[:role], changed, *schedule.roles[role + 1 :]))
+from tests.unit.schedule.shapes import PIPELINE, layouts, schedules, with_actions
 
 
 def point(draw: st.DrawFn, schedule: Schedule) -> tuple[int, int]:
@@ -116,7 +109,6 @@ def message(schedule: Schedule) -> str:
     return str(raised.value)
 
 
-PIPELINE = build_schedule(layouts(vision="dp:1@0", text="pp:2@1-2"), 3, ScheduleSettings(run_ahead=0))
 COLOCATED = build_schedule(layouts(a="sp:2@0-1", b="dp:1@0", text="tp:2@0-1"), 2)
 
 

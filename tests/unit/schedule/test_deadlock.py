@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import replace
 from random import Random
-from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -33,30 +31,10 @@ from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.support.work import calls
 from tests.unit.schedule.gpus import Gpus
 from tests.unit.schedule.shapes import LARGE_AND_SMALL, layouts, schedules
-
-
-@dataclass(frozen=True)
-class Wiring:
-    """Which operations of a rank share a communicator.
-
-    `links`: one communicator for activations (F, R) and one for gradients (B) per ordered pair of ranks (`pair`) or per
-    pipeline. `boundaries`: one communicator per direction of an edge, or per edge. The defaults are those of
-    `megatron_hetero.layout.communicators`.
-    """
-
-    links: Literal["pair", "pipeline"] = "pair"
-    boundaries: Literal["direction", "boundary"] = "direction"
-
-    def __call__(self, use: Link | EdgeUse) -> str:
-        """Name the communicator for a use."""
-        if isinstance(use, Link):
-            return str(use) if self.links == "pair" else f"{use.module} {use.direction}"
-        return str(use) if self.boundaries == "direction" else "-".join(use.edge.ends)
-
+from tests.unit.schedule.wirings import WIRINGS, Wiring
 
 SHARED = Wiring(links="pipeline", boundaries="boundary")
 """What there was before: both directions of a boundary, and all ranks of a pipeline, on one communicator."""
-WIRINGS = [Wiring(*each) for each in product(("pair", "pipeline"), ("direction", "boundary"))]
 
 
 # ------------------------------------------------------------------------------------- what is built ends

@@ -20,7 +20,7 @@ from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.library_optimizers import build_optimizers
 from tests.support.ranks import on_ranks
 from tests.unit.step import gpt, running
-from tests.unit.step.test_optimizers import adam
+from tests.unit.step.small import adam
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 BF16 = {"dtype": torch.bfloat16}

@@ -27,12 +27,12 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.step.algorithms import SGD, AdamW
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.library_optimizers import build_optimizers
-from tests.functional.checkpoint.test_whose_folder import HOLD
+from tests.support.locks import HELD_ELSEWHERE
 from tests.support.matrix import thinned
 from tests.support.mutations import ODD, at, places
 from tests.support.ranks import on_ranks
 from tests.unit.step import gpt, running
-from tests.unit.step.test_optimizers import INPUTS, batch_of, loss_of_rows, of_pytorch, pictures, vision
+from tests.unit.step.small import INPUTS, batch_of, loss_of_rows, of_pytorch, pictures, vision
 
 GATED = {"gated_linear_unit": True, "num_query_groups": 2, "num_layers": 4}
 
@@ -294,7 +294,9 @@ def test_one_run_alone_saves_into_a_folder(tmp_path: Path) -> None:
     optimizer, other = one_module(), None
     (tmp_path / ".step-00000001.partial").mkdir(exist_ok=True)
     if dist.get_rank() == 0:
-        other = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / ".lock")], stdout=subprocess.PIPE)
+        other = subprocess.Popen(
+            [sys.executable, "-c", HELD_ELSEWHERE, str(tmp_path / ".lock")], stdout=subprocess.PIPE
+        )
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
     dist.barrier()
     with (

@@ -31,45 +31,24 @@ from megatron_hetero.step.library_optimizers import build_optimizers
 from tests.support.matrix import thinned
 from tests.support.ranks import on_ranks
 from tests.unit.step import gpt, running
-
-STEPS, CLIP, RATE, DECAY = 3, 0.05, 0.02, 0.1
-INPUTS, ROWS = 12, 8
-
-
-def adam(**options: Any) -> OptimizerConfig:
-    return OptimizerConfig(
-        optimizer="adam", lr=RATE, min_lr=0.0, weight_decay=DECAY, adam_eps=1e-3, clip_grad=CLIP, **options
-    )
+from tests.unit.step.small import (
+    CLIP,
+    DECAY,
+    RATE,
+    ROWS,
+    STEPS,
+    adam,
+    batch_of,
+    loss_of_rows,
+    of_pytorch,
+    pictures,
+    vision,
+    whole,
+)
 
 
 def ours(**options: Any) -> AdamW:
     return AdamW(lr=RATE, weight_decay=DECAY, eps=1e-3, **options)
-
-
-def of_pytorch(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=RATE, eps=1e-3)
-
-
-def vision(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(INPUTS, 16), nn.GELU(), nn.Linear(16, 4))
-
-
-def pictures(step: int) -> Tensor:
-    """[ROWS, INPUTS]."""
-    return torch.randn(ROWS, INPUTS, generator=torch.Generator().manual_seed(step)).float()
-
-
-def loss_of_rows(model: nn.Module, rows: Tensor) -> Tensor:
-    return (model(rows) ** 2).sum()
-
-
-def batch_of(step: int) -> list[gpt.Sample]:
-    return gpt.samples(8)[step % 2 :][:4] + gpt.samples(4)
 
 
 def alone(rank: int, tied: bool, frozen: bool) -> tuple[list[float], nn.Module, gpt.GPTModel]:
@@ -88,15 +67,6 @@ def alone(rank: int, tied: bool, frozen: bool) -> tuple[list[float], nn.Module, 
         norms.append(nn.utils.clip_grad_norm_(trained, CLIP).item())
         optimizer.step()
     return norms, images, text
-
-
-def whole(own: Any, optimizer: JointOptimizer) -> Tensor:
-    """A parameter, whoever shards it."""
-    for module in optimizer.modules if hasattr(own, "full_tensor") else ():
-        for name, parameter in module.parameters.items():
-            if parameter is own and module.data_parallel.sharded:
-                return module.whole_weight(name)
-    return own.full_tensor() if hasattr(own, "full_tensor") else own
 
 
 def require_weights(topology: Topology, model: Any, reference: gpt.GPTModel, tied: bool, optimizer: Any) -> None:

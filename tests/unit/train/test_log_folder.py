@@ -22,7 +22,7 @@ from megatron_hetero.checkpoint import resume as shared_folder
 from megatron_hetero.checkpoint.resume import lock_folder
 from megatron_hetero.train import log
 from megatron_hetero.train.log import LogFolder
-from tests.functional.checkpoint.test_whose_folder import HOLD
+from tests.support.locks import HELD_ELSEWHERE
 
 A, B, C, D = (f'{{"step": {n}}}\n' for n in (1, 2, 3, 4))
 
@@ -90,7 +90,7 @@ def test_bad_records_are_named_once_up_to_a_limit(tmp_path: Path, monkeypatch: p
 
 def test_one_run_alone_writes(tmp_path: Path) -> None:
     write(tmp_path, A)
-    command = [sys.executable, "-c", HOLD, str(tmp_path / ".metrics.lock")]
+    command = [sys.executable, "-c", HELD_ELSEWHERE, str(tmp_path / ".metrics.lock")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as other, mock.patch.object(shared_folder, "_FREE_S", 0.1):
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
         with pytest.raises(UserError, match=r"log\.dir: .*\(process 1 on elsewhere\)"):
