@@ -38,6 +38,7 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.measuring.decoder import Decoder
+from benchmarks.measuring.energon import write_energon_index
 from megatron_hetero.base.worker_process import Processes
 from megatron_hetero.config.fields import Pattern
 from megatron_hetero.config.sections import DatasetConfig, SampledDataset
@@ -45,7 +46,6 @@ from megatron_hetero.data import mixture as mixtures
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.records import Dataset, Reading
 from megatron_hetero.data.sources import parquet as parquet_files
-from tests.support.formats import write_energon_index
 
 RESULTS = Path(__file__).parent / "results"
 PAGE, MARKS = Path(__file__).parents[1] / "docs" / "data.md", ("<!-- data:begin -->\n", "<!-- data:end -->")

@@ -11,7 +11,7 @@ from benchmarks.crew import Crew
 from benchmarks.gpu.sharing import join
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.models.layers.recompute import Recompute
-from tests.unit.models.test_experts import EMPTY, Row, differences
+from tests.support.expert_blocks import EMPTY, Row, differences
 
 
 class Ranks:

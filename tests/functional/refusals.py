@@ -38,3 +38,9 @@ def refusal(words: Sequence[str]) -> str | None:
     dist.all_gather_object(of_ranks, message)
     assert of_ranks == [message] * len(of_ranks)
     return message
+
+
+def unreadable_image(folder: Path) -> list[str]:
+    path = folder / "images/4_0.png"
+    path.write_bytes(path.read_bytes()[:60] + b"garbage" * 20)
+    return []

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.functional.refusals import flags, refusal
+from tests.functional.refusals import flags, refusal, unreadable_image
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.ranks import on_ranks
 from tests.support.videos import noise, write_video
@@ -108,12 +108,6 @@ def broken_json(folder: Path) -> list[str]:
 
 def missing_image(folder: Path) -> list[str]:
     (folder / "images/0_0.png").unlink()
-    return []
-
-
-def unreadable_image(folder: Path) -> list[str]:
-    path = folder / "images/4_0.png"
-    path.write_bytes(path.read_bytes()[:60] + b"garbage" * 20)
     return []
 
 

@@ -14,7 +14,7 @@ import pytest
 from megatron_hetero.base.outputs import unfinished, whole
 from tests.functional.dying import main as dying
 from tests.functional.forked import Forked
-from tests.functional.test_torchrun import CONFIG, started
+from tests.functional.programs import CONFIG, started
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import long, thinned
 

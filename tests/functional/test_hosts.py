@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.test_torchrun import CONFIG, PROGRAM
+from tests.functional.programs import CONFIG, PROGRAM
 from tests.support.folders import ModelChoice, write_data, write_model
 
 LIMIT_S = 60.0

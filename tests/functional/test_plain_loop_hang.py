@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def loop(left_out: str) -> None:
 
 @pytest.mark.parametrize(
     "left_out, said",
-    thinned([("crossing", "a crossing of"), ("plan", "a plan of"), ("end", "the return of gradients of")], 3),
+    thinned([("crossing", "a crossing of"), ("plan", "a plan of"), ("end", "gradients of")], 3),
 )
 def test_the_others_end_and_say_who_did_not_come(left_out: str, said: str, tmp_path: Path) -> None:
     with Forked(tmp_path / "ranks", loop, [[left_out]] * 3) as ranks:
@@ -49,7 +50,7 @@ def test_the_others_end_and_say_who_did_not_come(left_out: str, said: str, tmp_p
         all_said = "".join(map(ranks.said, (0, 1)))
         messages = [line for line in all_said.splitlines() if "unfinished" in line]
     assert len(messages) == 1, messages
-    assert f"found {said} boundary vision>text, with all its ranks, unfinished after" in messages[0]
-    assert "expected it within timeout_s = 2" in messages[0] and "because rank 2 did not come" in messages[0]
-    assert f"\n  ranks 0-1: {said} boundary vision>text, with all its ranks, at test_plain_loop_hang.py:" in all_said
-    assert "\n  rank 2: nothing that is watched, at test_plain_loop_hang.py:" in all_said
+    assert f"{said} boundary vision>text" in messages[0]
+    assert "timeout_s = 2" in messages[0] and "because rank 2 " in messages[0]
+    assert re.search(rf"\n  ranks 0-1: .*{said} boundary vision>text, .* at test_plain_loop_hang.py:", all_said)
+    assert re.search(r"\n  rank 2: .* at test_plain_loop_hang.py:", all_said)

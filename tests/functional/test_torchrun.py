@@ -9,8 +9,6 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,24 +19,10 @@ from safetensors.torch import load_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from tests.functional.forked import Forked, pretrain
-from tests.functional.test_bad_input import unreadable_image
+from tests.functional.programs import CONFIG, LEARNING_RATE, PROGRAM, started
+from tests.functional.refusals import unreadable_image
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.oracle import Oracle
-
-PROGRAM = Path(__file__).parents[2] / "pretrain_vlm.py"
-LEARNING_RATE = 0.02
-CONFIG = f"""\
-model: {{hf_path: model, dtype: float32}}
-modules: {{vision: {{parallel: "sp:2"}}, text: {{parallel: "tp:2"}}}}
-data:
-  registry: {{d: {{annotations: data.jsonl, images: images}}}}
-  datasets: [d]
-  shuffle: false
-train: {{iters: 2, global_batch_size: 4, micro_batch_size: 2}}
-optimizer: {{name: sgd, lr: {LEARNING_RATE}, schedule: constant, clip_grad: 0}}
-log: {{dir: log, tensorboard: true}}
-export: {{hf_dir: out}}
-"""
 
 
 @pytest.fixture
@@ -47,33 +31,6 @@ def folder(tmp_path: Path) -> Path:
     write_data(tmp_path, 8)
     (tmp_path / "config.yaml").write_text(CONFIG)
     return tmp_path
-
-
-@contextmanager
-def started(
-    folder: Path,
-    *flags: str,
-    ranks: int = 2,
-    program: Sequence[str] = (str(PROGRAM),),
-    launcher: str = "torch.distributed.run",
-) -> Iterator[subprocess.Popen[str]]:
-    """torchrun with the folder's configuration; whatever is left of it at the end is killed."""
-    command = [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [*command, *program, "--config", str(folder / "config.yaml"), *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-    )
-    try:
-        yield process
-    finally:
-        for child in [*psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else []:
-            child.kill()
-        process.kill()
-        process.wait()
 
 
 def run(folder: Path, *flags: str, ranks: int = 2, timeout_s: float = 90) -> tuple[int, str]:

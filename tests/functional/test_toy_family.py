@@ -23,11 +23,10 @@ from megatron_hetero.job.job import JobSpec
 from megatron_hetero.models.registry import ENTRY_POINTS, FAMILIES, family_of
 from pretrain_vlm import build_run
 from tests.support.matrix import thinned
-from tests.support.pool import Pool, platform
+from tests.support.pool import Pools, platform
 from tests.support.toy_family.family import TOY, known, write_data, write_model
 
 ROOT = Path(__file__).parents[2]
-Pools = Callable[[int], Pool]
 MakeFlags = Callable[..., list[str]]
 LAYOUTS = [
     ("dp:2", "tp:2,xp:2", ""),
@@ -175,7 +174,7 @@ def test_a_package_adds_it_by_its_entry_point(make_flags: MakeFlags, tmp_path: P
 
 
 def test_zero_without_ranks_to_share_with_in_any_view_is_refused(make_flags: MakeFlags) -> None:
-    with known(), pytest.raises(UserError, match="modules.text.zero.*no two of its ranks hold the same weights"):
+    with known(), pytest.raises(UserError, match="modules.text.zero.*the same weights"):
         JobSpec.of(load_config(make_flags("dp:2", "tp:2,xp:2", "--text-zero 2")), 2)
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.parity import runs
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import long, thinned
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 
 STEPS = 50
 MODELS = {
@@ -44,7 +44,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def curve(folders: dict[str, Path], pools: Callable[[int], Pool]) -> Curve:
+def curve(folders: dict[str, Path], pools: Pools) -> Curve:
     """`curve(family, ranks, vision layout, text layout, more flags)`: the losses of all steps."""
 
     @cache

@@ -4,8 +4,6 @@ compiled once, whatever the lengths of samples and the sizes of pictures.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -24,7 +22,7 @@ from tests.parity.cases import (
 )
 from tests.parity.runs import build
 from tests.support.matrix import long
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 
 
 def compiled(*flags: str) -> tuple[str, ...]:
@@ -59,12 +57,12 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", long(CASES), ids=str)
-def test_gradients(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_gradients(case: Case, expected: Ask, pools: Pools) -> None:
     gradients_equal(case, expected(case), pools(case.ranks))
 
 
 @pytest.mark.parametrize("case", long(CASES[2:8:3]), ids=str)
-def test_three_steps(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_three_steps(case: Case, expected: Ask, pools: Pools) -> None:
     three_steps_equal(case, "adamw", expected(case), pools(case.ranks))
 
 
@@ -88,9 +86,7 @@ FUNCTIONS = 4
 
 @pytest.mark.long
 @pytest.mark.parametrize("model", ["untied", "qwen3"])
-def test_each_function_is_compiled_once_for_all_layers_of_a_module(
-    model: str, expected: Ask, pools: Callable[[int], Pool]
-) -> None:
+def test_each_function_is_compiled_once_for_all_layers_of_a_module(model: str, expected: Ask, pools: Pools) -> None:
     case = Case("dp:1", "dp:1", 1, model=model, flags=compiled("--train.iters", "3"))
     [(made, lengths)] = pools(1).run(graphs, flags_of(case, expected(case).folder))
     assert lengths > 3

@@ -26,15 +26,14 @@ from megatron_hetero.train.held_out import HeldOutEvaluation
 from tests.functional.checkpoint.runs import once
 from tests.parity.cases import MODELS, OPTIMIZERS, RATES, norm_of
 from tests.parity.lora_cases import Adapters, Choice, initial, with_peft
-from tests.rules.test_drawn_layouts import BALANCE, _draw
+from tests.rules.drawn import BALANCE, draw
 from tests.support.folders import write_data, write_model
 from tests.support.oracle import Oracle, one_by_one
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 from tests.support.runs import build_logged, stored
 from tests.support.videos import FLAGS, VideoOracle, write_video_data
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
-Pools = Callable[[int], Pool]
 SEED, RUNS = int(os.environ.get("SEED", "0")), 40
 BATCH, HALF = 12, 2
 """Samples of a step, and steps before and after the resume."""
@@ -114,7 +113,7 @@ def drawn(number: int) -> tuple[Kind, Callable[[Path], tuple[Half, Half]]]:
 def _halves(rng: random.Random, kind: Kind, folder: Path) -> Iterator[Half]:
     while True:
         ranks = rng.choice([1, 2, 3, 4, 4])
-        run = _draw(rng, ranks, 6 if "moe" in kind.model else 0) if ranks > 1 else None
+        run = draw(rng, ranks, 6 if "moe" in kind.model else 0) if ranks > 1 else None
         if run is not None and "detail" in run.layouts:
             continue
         flags = dict(zip(run.flags[::2], run.flags[1::2], strict=True)) if run else {}

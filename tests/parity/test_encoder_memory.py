@@ -13,7 +13,7 @@ from benchmarks.measuring.meter import predicted_sp_bytes, predicted_sp_collecti
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.models.families.qwen2_5_vl.shapes import VisionShape
 from megatron_hetero.models.items.pictures import ImageSize
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 
 SQUARE: tuple[ImageSize, ...] = (ImageSize(1, 64, 64),)
 """64 windows."""
@@ -45,7 +45,7 @@ def measured(layout: str, grids: tuple[ImageSize, ...]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def measure(pools: Callable[[int], Pool]) -> Measure:
+def measure(pools: Pools) -> Measure:
     """`measure(ranks, layout, images)`: what each rank found, once for the same arguments."""
 
     @cache

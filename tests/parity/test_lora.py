@@ -28,7 +28,7 @@ from tests.parity.cases import (
 )
 from tests.parity.lora_cases import Adapters, Choice, Expected, ask_peft, gradients_equal, three_steps_equal, train
 from tests.support.matrix import thinned
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 
 Ask = Callable[[Case, str], Expected]
 VISION = Adapters(4, alpha=6)
@@ -162,7 +162,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Ask:
 
 
 @pytest.mark.parametrize("case, name", thinned(ROWS, 11), ids=str)
-def test_gradients(case: Case, name: str, expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_gradients(case: Case, name: str, expected: Ask, pools: Pools) -> None:
     gradients_equal(case, CHOICES[name], expected(case, name), pools(case.ranks))
 
 
@@ -175,11 +175,11 @@ UPDATED = [
 
 
 @pytest.mark.parametrize("case, name", thinned(UPDATED, 13), ids=str)
-def test_three_adamw_steps(case: Case, name: str, expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_three_adamw_steps(case: Case, name: str, expected: Ask, pools: Pools) -> None:
     three_steps_equal(case, CHOICES[name], expected(case, name), pools(case.ranks))
 
 
-def test_split_masters_of_adapters_train_as_whole_ones(expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_split_masters_of_adapters_train_as_whole_ones(expected: Ask, pools: Pools) -> None:
     """In bfloat16, to the bit; and adapters do train."""
     case, choice, results = Case("dp:2", "tp:2", 2, micro=2), CHOICES["both"], list[dict[str, Any]]()
     folder = expected(case, "both").folder

@@ -37,7 +37,7 @@ from tests.parity.cases import (
 )
 from tests.support.matrix import thinned
 from tests.support.oracle import Oracle, stored_name
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 
 R, P, SEED = 3, {"vision": 0.4, "text": 0.25}, 7
 LORA = [
@@ -234,7 +234,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Get:
 
 
 @pytest.mark.parametrize("case", thinned(CASES, 7), ids=str)
-def test_gradients(case: Case, alone: Get, pools: Callable[[int], Pool]) -> None:
+def test_gradients(case: Case, alone: Get, pools: Pools) -> None:
     everywhere = case.model != "deep"
     folder, loss, gradients = alone(case, everywhere)
     targets = [*(EVERYWHERE if everywhere else []), *(WITHOUT_EXPERTS if "moe" in case.model else [])]
@@ -273,9 +273,7 @@ def three_steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[fl
 
 
 @pytest.mark.parametrize("case", thinned(UPDATED, 3), ids=str)
-def test_three_steps(
-    case: Case, three_steps: tuple[Path, list[float], dict[str, Tensor], float], pools: Callable[[int], Pool]
-) -> None:
+def test_three_steps(case: Case, three_steps: tuple[Path, list[float], dict[str, Tensor], float], pools: Pools) -> None:
     """Dropout of a step does not depend on the steps before it, so that a run may go on in another layout."""
     folder, losses, after, update = three_steps
     flags = f"--train.iters 3 --optimizer.lr {RATE} --optimizer.schedule constant"
@@ -297,7 +295,7 @@ def ids_on_device(flags: list[str]) -> list[bool]:
     return [inputs[name].attention.ids is not None for inputs in moved for name in ("vision", "text")]
 
 
-def test_ids_are_for_dropout_in_training_only(alone: Get, pools: Callable[[int], Pool]) -> None:
+def test_ids_are_for_dropout_in_training_only(alone: Get, pools: Pools) -> None:
     case = CASES[0]
     folder, *_ = alone(case, True)
     text_only = ["--text-lora.r", "2", "--text-lora.dropout", "0.1", "--vision-lora.r", "2"]

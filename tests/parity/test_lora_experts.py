@@ -34,7 +34,7 @@ from tests.parity.cases import (
 )
 from tests.support.matrix import thinned
 from tests.support.oracle import Oracle, stored_name
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 
 peft = pytest.importorskip("peft")
 
@@ -167,7 +167,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("name, case", thinned(CASES, 5), ids=str)
-def test_gradients(name: str, case: Case, by_peft: Any, pools: Callable[[int], Pool]) -> None:
+def test_gradients(name: str, case: Case, by_peft: Any, pools: Pools) -> None:
     flags, loss, wanted = by_peft(case, name)
     got = pools(case.ranks).run(gradients, flags)[0]
     assert got["loss"] == pytest.approx(loss, rel=1e-5)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from tests.parity import lora_cases, runs
 from tests.parity.cases import (
     BALANCE,
     BUDGET,
+    CASES,
     OVERLAPPED,
     RECOMPUTE,
     SPLIT,
@@ -26,9 +27,8 @@ from tests.parity.cases import (
     zero,
 )
 from tests.parity.lora_cases import Adapters, Choice, ask_peft
-from tests.parity.test_parity import CASES
 from tests.support.matrix import thinned
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 
 SHARING = {"waves": (), "waves of 1": ("--schedule.waves", "1"), "recompute": ("--schedule.kind", "recompute")}
 APART = {f"ahead {ahead}": ("--schedule.run_ahead", str(ahead)) for ahead in (0, 1, 3)}
@@ -92,19 +92,19 @@ OTHERS = CASES[2::10]
 
 # Of the rows that `make test` has, each placement comes with each of its schedules.
 @pytest.mark.parametrize("name", thinned(ROWS, 11))
-def test_placements_and_schedules(name: str, expected: Ask, rules_pools: Callable[[int], Pool]) -> None:
+def test_placements_and_schedules(name: str, expected: Ask, rules_pools: Pools) -> None:
     case = ROWS[name]
     gradients_equal(case, expected(case), rules_pools(case.ranks))
 
 
 @pytest.mark.parametrize("name", thinned(ROWS_OF_QWEN3, 8))
-def test_rows_that_enter_several_stages(name: str, expected: Ask, rules_pools: Callable[[int], Pool]) -> None:
+def test_rows_that_enter_several_stages(name: str, expected: Ask, rules_pools: Pools) -> None:
     case = ROWS_OF_QWEN3[name]
     gradients_equal(case, expected(case), rules_pools(case.ranks))
 
 
 @pytest.mark.parametrize("case", thinned(OTHERS, 3), ids=str)
-def test_axes(case: Case, expected: Ask, rules_pools: Callable[[int], Pool]) -> None:
+def test_axes(case: Case, expected: Ask, rules_pools: Pools) -> None:
     gradients_equal(case, expected(case), rules_pools(case.ranks))
 
 
@@ -120,7 +120,7 @@ IN_PARTS = [
 
 
 @pytest.mark.parametrize("case", thinned(IN_PARTS, 2), ids=str)
-def test_several_calls(case: Case, expected: Ask, rules_pools: Callable[[int], Pool]) -> None:
+def test_several_calls(case: Case, expected: Ask, rules_pools: Pools) -> None:
     gradients_equal(case, expected(case), rules_pools(case.ranks))
 
 
@@ -133,7 +133,7 @@ WITH_EXPERTS = [
 
 
 @pytest.mark.parametrize("case", WITH_EXPERTS, ids=str)
-def test_exchanges_over_replicas(case: Case, expected: Ask, rules_pools: Callable[[int], Pool]) -> None:
+def test_exchanges_over_replicas(case: Case, expected: Ask, rules_pools: Pools) -> None:
     gradients_equal(case, expected(case), rules_pools(case.ranks))
 
 
@@ -151,16 +151,16 @@ WITH_ADAPTERS = [
 
 
 @pytest.mark.parametrize("case", thinned(WITH_ADAPTERS, 3), ids=str)
-def test_adapters(case: Case, tmp_path: Path, rules_pools: Callable[[int], Pool]) -> None:
+def test_adapters(case: Case, tmp_path: Path, rules_pools: Pools) -> None:
     lora_cases.gradients_equal(case, ADAPTERS, ask_peft(tmp_path, case, ADAPTERS), rules_pools(case.ranks))
 
 
 @pytest.mark.parametrize("case", thinned(OTHERS[::2], 3), ids=str)
-def test_three_steps(case: Case, expected: Ask, rules_pools: Callable[[int], Pool]) -> None:
+def test_three_steps(case: Case, expected: Ask, rules_pools: Pools) -> None:
     three_steps_equal(case, "adamw", expected(case), rules_pools(case.ranks))
 
 
-def test_shares_that_differ_between_the_ranks_of_tp(expected: Ask, rules_pools: Callable[[int], Pool]) -> None:
+def test_shares_that_differ_between_the_ranks_of_tp(expected: Ask, rules_pools: Pools) -> None:
     """Four key heads over three ranks: what two ranks hold of one lies in different buckets, of which each rank has the
     sums of a half.
     """

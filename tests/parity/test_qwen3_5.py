@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from megatron_hetero.schedule.settings import ScheduleSettings
@@ -30,7 +28,7 @@ from tests.parity.cases import (
     zero,
 )
 from tests.support.matrix import thinned
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 
 BALANCED = (BALANCE, "0.05")
 OFFLOADED = ("--text-offload.activations", "true")
@@ -83,7 +81,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", thinned(CASES, 8), ids=str)
-def test_gradients(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_gradients(case: Case, expected: Ask, pools: Pools) -> None:
     gradients_equal(case, expected(case), pools(case.ranks))
 
 
@@ -96,7 +94,7 @@ UPDATED = [
 
 
 @pytest.mark.parametrize("case", thinned(UPDATED, 3), ids=str)
-def test_three_adamw_steps(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_three_adamw_steps(case: Case, expected: Ask, pools: Pools) -> None:
     three_steps_equal(case, "adamw", expected(case), pools(case.ranks))
 
 
@@ -109,5 +107,5 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("case, others", thinned(list(SCHEDULES.values()), 2), ids=str)
-def test_schedules(case: Case, others: list[ScheduleSettings], expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_schedules(case: Case, others: list[ScheduleSettings], expected: Ask, pools: Pools) -> None:
     schedules_agree(case, others, expected(case), pools(case.ranks))

@@ -5,7 +5,6 @@ language model at several depths, on whichever stages these are.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -30,7 +29,7 @@ from tests.parity.cases import (
     three_steps_equal,
 )
 from tests.support.matrix import long, thinned
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 
 CASES = [
     Case("dp:1", "dp:1", 1, model="qwen3", micro=2),
@@ -85,7 +84,7 @@ MORE = [
 
 
 @pytest.mark.parametrize("case", thinned(CASES, 7) + long(MORE), ids=str)
-def test_gradients(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_gradients(case: Case, expected: Ask, pools: Pools) -> None:
     gradients_equal(case, expected(case), pools(case.ranks))
 
 
@@ -117,13 +116,13 @@ UPDATED = [
 
 
 @pytest.mark.parametrize("case", thinned(UPDATED, 4), ids=str)
-def test_three_adamw_steps(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_three_adamw_steps(case: Case, expected: Ask, pools: Pools) -> None:
     three_steps_equal(case, "adamw", expected(case), pools(case.ranks))
 
 
 # Plain SGD shows what the distributed optimizer hides: whole gradients of tied weights on every rank.
 @pytest.mark.parametrize("case", thinned([case for case in UPDATED if case.model == "qwen3-tied"], 2), ids=str)
-def test_three_sgd_steps(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_three_sgd_steps(case: Case, expected: Ask, pools: Pools) -> None:
     three_steps_equal(case, "sgd", expected(case), pools(case.ranks))
 
 
@@ -151,7 +150,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("name", thinned(SCHEDULES, 3))
-def test_no_schedule_changes_the_loss(name: str, expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_no_schedule_changes_the_loss(name: str, expected: Ask, pools: Pools) -> None:
     case, others = SCHEDULES[name]
     schedules_agree(case, others, expected(case), pools(case.ranks))
 
@@ -167,7 +166,7 @@ PARTS = [("vision",), ("vision", "projector"), ("text",), ("text", "projector"),
 
 
 @pytest.mark.parametrize("case, frozen", thinned(((case, frozen) for frozen in PARTS for case in FREEZING), 6), ids=str)
-def test_frozen_parts(case: Case, frozen: tuple[str, ...], expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_frozen_parts(case: Case, frozen: tuple[str, ...], expected: Ask, pools: Pools) -> None:
     """Mergers in the midst of a frozen encoder learn, on whichever stages they are; the others do not notice."""
     gradients_equal(case, expected(case), pools(case.ranks), frozen)
 
@@ -185,6 +184,6 @@ FEW_PICTURES = [
 
 
 @pytest.mark.parametrize("case", thinned(FEW_PICTURES, 3), ids=str)
-def test_many_pictures_and_none(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_many_pictures_and_none(case: Case, expected: Ask, pools: Pools) -> None:
     """Samples of several pictures, micro-batches without any, and steps without any."""
     gradients_equal(case, expected(case), pools(case.ranks))

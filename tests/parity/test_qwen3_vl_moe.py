@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +36,7 @@ from tests.parity.cases import (
 )
 from tests.support.matrix import thinned
 from tests.support.oracle import Oracle
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 
 BALANCED = (BALANCE, "0.05")
 OFFLOADED = ("--text-offload.activations", "true")
@@ -80,7 +79,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", thinned(CASES, 3), ids=str)
-def test_gradients(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_gradients(case: Case, expected: Ask, pools: Pools) -> None:
     gradients_equal(case, expected(case), pools(case.ranks))
 
 
@@ -94,7 +93,7 @@ UPDATED = [
 
 
 @pytest.mark.parametrize("case", thinned(UPDATED, 3), ids=str)
-def test_three_adamw_steps(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_three_adamw_steps(case: Case, expected: Ask, pools: Pools) -> None:
     three_steps_equal(case, "adamw", expected(case), pools(case.ranks))
 
 
@@ -127,7 +126,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("name", thinned(SCHEDULES, 3))
-def test_no_schedule_changes_the_loss(name: str, expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_no_schedule_changes_the_loss(name: str, expected: Ask, pools: Pools) -> None:
     case, others = SCHEDULES[name]
     schedules_agree(case, others, expected(case), pools(case.ranks))
 
@@ -139,6 +138,6 @@ FREEZING = [
 
 
 @pytest.mark.parametrize("case, frozen", thinned(((c, f) for f in (("vision",), ("text",)) for c in FREEZING), 3))
-def test_frozen_parts(case: Case, frozen: tuple[str, ...], expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_frozen_parts(case: Case, frozen: tuple[str, ...], expected: Ask, pools: Pools) -> None:
     """Gradients of a frozen text module's input have what the loss that balances its experts adds."""
     gradients_equal(case, expected(case), pools(case.ranks), frozen)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from benchmarks.measuring.recording import on_one_clock, require_order, step_sec
 from benchmarks.measuring.scheduling import ScheduleBench
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.schedule.settings import ScheduleSettings
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 
 SIZE = ModelSize(
     vision_hidden=64, vision_layers=2, text_hidden=64, text_layers=4, text_heads=4, text_kv_heads=2, vision_heads=8
@@ -53,7 +52,7 @@ def peak_activation_bytes(folder: Path, samples: int) -> int:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_ranks_keep_the_order_of_the_schedule(
-    vision: str, text: str, ranks: int, settings: ScheduleSettings, folder: Path, pools: Callable[[int], Pool]
+    vision: str, text: str, ranks: int, settings: ScheduleSettings, folder: Path, pools: Pools
 ) -> None:
     schedules, spans = zip(*pools(ranks).run(record, folder, vision, text, settings), strict=True)
     step = on_one_clock(spans)
@@ -64,7 +63,7 @@ def test_ranks_keep_the_order_of_the_schedule(
     assert step_seconds(step) >= max(own[-1].end - own[0].start for own in step.values())
 
 
-def test_live_encoder_activations_do_not_grow(folder: Path, pools: Callable[[int], Pool]) -> None:
+def test_live_encoder_activations_do_not_grow(folder: Path, pools: Pools) -> None:
     measured = [max(pools(2).run(peak_activation_bytes, folder, samples)) for samples in (8, 16, 64)]
     assert measured[0] > 0
     assert measured == [measured[0]] * 3

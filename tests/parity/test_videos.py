@@ -5,13 +5,12 @@ samples and steps, in any layout.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.functional.train.test_held_out import evaluated
+from tests.functional.train.checks import evaluated
 from tests.parity.cases import (
     MODELS,
     RECOMPUTED,
@@ -27,7 +26,7 @@ from tests.parity.cases import (
 )
 from tests.support.folders import write_model
 from tests.support.matrix import thinned
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 from tests.support.videos import FLAGS, VideoOracle, noise, write_video, write_video_data
 
 ZERO3 = ("--vision-zero", "3", "--text-zero", "3")
@@ -155,27 +154,27 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Ask:
 
 
 @pytest.mark.parametrize("case", thinned(CASES, 8), ids=str)
-def test_gradients(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_gradients(case: Case, expected: Ask, pools: Pools) -> None:
     gradients_equal(case, expected(case), pools(case.ranks))
 
 
 @pytest.mark.parametrize("case", thinned(PARTS, 5), ids=str)
-def test_in_parts(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_in_parts(case: Case, expected: Ask, pools: Pools) -> None:
     gradients_equal(case, expected(case), pools(case.ranks))
 
 
 @pytest.mark.parametrize("case, frozen", thinned(FROZEN_IN_PARTS, 3), ids=str)
-def test_frozen_in_parts(case: Case, frozen: tuple[str, ...], expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_frozen_in_parts(case: Case, frozen: tuple[str, ...], expected: Ask, pools: Pools) -> None:
     gradients_equal(case, expected(case), pools(case.ranks), frozen)
 
 
 @pytest.mark.parametrize("case", thinned(LONG_CASES, 2), ids=str)
-def test_a_long_video(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_a_long_video(case: Case, expected: Ask, pools: Pools) -> None:
     gradients_equal(case, expected(case), pools(case.ranks))
 
 
 @pytest.mark.parametrize("case", [CASES[4], CASES[25], PARTS[4]], ids=str)
-def test_the_held_out_loss(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_the_held_out_loss(case: Case, expected: Ask, pools: Pools) -> None:
     """Of all samples, in batches of which the last is shorter."""
     folder = expected(case).folder
     oracle = VideoOracle.load(folder / "model", folder / "data.jsonl")
@@ -186,5 +185,5 @@ def test_the_held_out_loss(case: Case, expected: Ask, pools: Callable[[int], Poo
 
 
 @pytest.mark.parametrize("case", [CASES[2], CASES[20]], ids=str)
-def test_three_steps(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_three_steps(case: Case, expected: Ask, pools: Pools) -> None:
     three_steps_equal(case, "adamw", expected(case), pools(case.ranks))

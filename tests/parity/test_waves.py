@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from tests.parity.cases import UNEVEN, VIRTUAL, WHOLE, Ask, Case, gradients_equal, three_steps_equal
 from tests.support.matrix import thinned
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 
 ZERO3 = ("--vision-zero", "3", "--text-zero", "3")
 OFFLOADED = ("--vision-offload.activations", "true", "--vision-recompute", "selective")
@@ -46,11 +44,11 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", thinned(CASES, 7), ids=str)
-def test_gradients(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_gradients(case: Case, expected: Ask, pools: Pools) -> None:
     gradients_equal(case, expected(case), pools(case.ranks))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", [CASES[0], CASES[7], CASES[18]], ids=str)
-def test_three_steps(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_three_steps(case: Case, expected: Ask, pools: Pools) -> None:
     three_steps_equal(case, "adamw", expected(case), pools(case.ranks))

@@ -4,8 +4,6 @@ process, in any layout and under any schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from tests.parity.cases import (
@@ -23,7 +21,7 @@ from tests.parity.cases import (
     zero,
 )
 from tests.support.matrix import thinned
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 
 OFFLOADED = ("--vision-offload.activations", "true", "--text-offload.activations", "true")
 WAVES_OF_TWO = ("--schedule.waves", "2")
@@ -57,15 +55,15 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", thinned(CASES, 7), ids=str)
-def test_gradients(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_gradients(case: Case, expected: Ask, pools: Pools) -> None:
     gradients_equal(case, expected(case), pools(case.ranks))
 
 
 @pytest.mark.parametrize("case", thinned(CASES, 6), ids=str)
-def test_three_adamw_steps(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_three_adamw_steps(case: Case, expected: Ask, pools: Pools) -> None:
     three_steps_equal(case, "adamw", expected(case), pools(case.ranks))
 
 
-def test_three_sgd_steps(expected: Ask, pools: Callable[[int], Pool]) -> None:
+def test_three_sgd_steps(expected: Ask, pools: Pools) -> None:
     case = Case("sp:2", "dp:2", 2, model="tied", flags=zero(3, 2), micro=2)
     three_steps_equal(case, "sgd", expected(case), pools(case.ranks))

@@ -8,10 +8,9 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from itertools import islice, product
-from math import prod
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -21,21 +20,18 @@ import pytest
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.job.job import JobSpec
-from megatron_hetero.layout.axes import divisors
 from megatron_hetero.models.adapters import Lora
 from megatron_hetero.schedule import gathering
 from pretrain_vlm import build_run
 from tests.parity.cases import norm_of
 from tests.parity.lora_cases import Adapters, Choice, initial, with_peft
+from tests.rules.drawn import BATCH, Drawn, draw
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.oracle import Oracle, TwoTowers
-from tests.support.pool import Pool, platform
+from tests.support.pool import Pools, platform
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(7200)]
-Pools = Callable[[int], Pool]
 
-BATCH = 12
-"""Samples of the step, so that many degrees of data parallelism divide it."""
 MODEL = ModelChoice(
     heads=12,
     kv_heads=4,
@@ -58,8 +54,6 @@ MODELS = {
 these. The third and the last have experts, which they choose by more than 1e-3. The last two have delta nets.
 """
 DETAIL = replace(MODEL, vision_layers=2, full_layers=(0,), seed=12)
-AXES = ("tp", "sp", "cp", "dp", "pp")
-Ranks = tuple[int, ...]
 ALONE, SHARED, ADAPTED = "", "one connection", "adapters"
 ROWS = [(MODEL.family, 200, ALONE), (MODEL.family, 60, SHARED), ("qwen3_vl", 100, ALONE), ("qwen3_vl_moe", 70, ALONE)]
 ROWS += [("qwen3_5", 60, ALONE), ("qwen3_5_moe", 40, ALONE), (MODEL.family, 40, ADAPTED), ("qwen3_5", 20, ADAPTED)]
@@ -72,38 +66,8 @@ ADAPTERS = Choice(
     whole=("projector", "detail", "detail_projector"),
 )
 SEED = int(os.environ.get("SEED", "0"))
-BALANCE, COEFFICIENT = "--model.router_aux_loss_coef", 0.05
 LOSS, NORM = 1e-5, 1e-4
 """Relative differences that are rounding."""
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A run: its number of ranks, layouts by module and further flags."""
-
-    ranks: int
-    layouts: dict[str, str]
-    flags: tuple[str, ...]
-
-    @property
-    def balance(self) -> float:
-        """Coefficient of the loss that balances experts."""
-        return COEFFICIENT if BALANCE in self.flags else 0.0
-
-    def command(self, folder: Path) -> list[str]:
-        """The configuration, for the model and data in `folder`."""
-        data = "--data.registry.d.annotations", f"{folder}/data.jsonl", "--data.registry.d.images", f"{folder}/images"
-        text = f"--model.hf_path {folder}/model --model.dtype float32 --log.dir {folder}/log "
-        text += f"--data.datasets d --data.shuffle false --data.workers 0 --train.global_batch_size {BATCH}"
-        if "detail" in self.layouts:
-            text += f" --detail-hf_path {folder}/detail --detail-token <|video_pad|>"
-        places = [part for name, layout in self.layouts.items() for part in (f"--{name}-parallel", layout)]
-        return [*text.split(), *data, *places, *self.flags]
-
-    def __str__(self) -> str:
-        pairs = zip(self.flags[::2], self.flags[1::2], strict=True)
-        settings = " ".join(f"{flag.removeprefix('--')} {value}" for flag, value in pairs)
-        return f"{self.ranks} ranks, {' | '.join(self.layouts.values())}, {settings}"
 
 
 SIZES = range(2, 9)
@@ -115,7 +79,7 @@ def draws(seed: int, ranks: int, folder: Path, experts: int = 0) -> Iterator[Dra
     """Runs without end, none twice, none that the program refuses. `RuntimeError` where there are no more."""
     rng, seen, in_vain = random.Random(f"{seed} {ranks}"), set(), 0
     while in_vain < MAX_IN_VAIN:
-        drawn = _draw(rng, ranks, experts)
+        drawn = draw(rng, ranks, experts)
         in_vain += 1
         if str(drawn) in seen or not _is_legal(drawn, folder):
             continue
@@ -123,64 +87,6 @@ def draws(seed: int, ranks: int, folder: Path, experts: int = 0) -> Iterator[Dra
         in_vain = 0
         yield drawn
     raise RuntimeError(f"found no run of {ranks} ranks besides {len(seen)} in {MAX_IN_VAIN} draws")
-
-
-def _draw(rng: random.Random, world: int, experts: int) -> Drawn:
-    placement = rng.choice(["colocated", "disjoint", "mixed"])
-    vision, text = _ranks(rng, placement, world)
-    layouts = {"vision": _layout(rng, vision), "text": _layout(rng, text, experts)}
-    if rng.random() < 0.25:
-        layouts = {"vision": layouts["vision"], "detail": _layout(rng, rng.choice([vision, text])), **layouts}
-    schedule = rng.choice(["ahead"] if placement == "disjoint" else ["waves", "waves", "recompute"])
-    flags = ["--schedule.kind", schedule, "--train.micro_batch_size", str(rng.choice([1, 1, 1, 2, 3]))]
-    if schedule == "waves" and rng.random() < 0.7:
-        flags += ["--schedule.waves", str(rng.randint(1, 5))]
-    if schedule == "ahead":
-        flags += ["--schedule.run_ahead", str(rng.choice([0, 1, 2, 3]))]
-    if "pp" in layouts["text"] and rng.random() < 0.5:
-        flags += ["--schedule.virtual_stages", "2"]
-    for name, layout in layouts.items():
-        if any(axis in layout for axis in ("dp", "sp", "cp")) and rng.random() < 0.3:
-            flags += [f"--{name}-zero", str(rng.choice([2, 3]))]
-        if "tp" in layout and rng.random() < 0.3:
-            flags += [f"--{name}-tp_overlap", str(rng.choice([2, 3]))]
-    flags += ["--optimizer.name", rng.choice(["sgd", "adamw"])]
-    if experts and rng.random() < 0.5:
-        flags += [BALANCE, str(COEFFICIENT)]
-    for name in layouts if experts and schedule != "recompute" else ():
-        if (kind := rng.choice(["none", "full", "selective"])) != "none":
-            flags += [f"--{name}-recompute", kind]
-    return Drawn(world, layouts, tuple(flags))
-
-
-def _ranks(rng: random.Random, placement: str, world: int) -> tuple[Ranks, Ranks]:
-    """Of the encoder and of the text: together all, and each a range."""
-    everyone = tuple(range(world))
-    if placement == "colocated":
-        return everyone, everyone
-    if placement == "disjoint":
-        cut = rng.randint(1, world - 1)
-        return everyone[:cut], everyone[cut:]
-    first, last = sorted(rng.sample(range(world + 1), 2))
-    sides = rng.choice([(everyone[:last], everyone[first:]), (everyone[first:last], everyone)])
-    return sides if rng.random() < 0.5 else (sides[1], sides[0])
-
-
-def _layout(rng: random.Random, ranks: Ranks, experts: int = 0) -> str:
-    """Degrees over so many ranks; few axes as often as many, stages in half of the cases where they divide. Experts are
-    over ranks of a stage, in half of the cases as many as can be.
-    """
-    size = len(ranks)
-    every = [degrees for degrees in product(divisors(size), repeat=len(AXES)) if prod(degrees) == size]
-    staged = rng.random() < 0.5
-    every = [degrees for degrees in every if (degrees[-1] > 1) == staged] or every
-    used = rng.choice(sorted({sum(n > 1 for n in degrees) for degrees in every}))
-    degrees = rng.choice([degrees for degrees in every if sum(n > 1 for n in degrees) == used])
-    text = ",".join(f"{axis}:{n}" for axis, n in zip(AXES, degrees, strict=True) if n > 1) or "dp:1"
-    if experts:
-        ways = [ep for ep in divisors(size // degrees[-1]) if ep <= experts]
-        text += f",ep:{rng.choice([*ways, *ways[-1:] * len(ways)])}"
-    return f"{text}@{ranks[0]}-{ranks[-1]}" if size > 1 else f"{text}@{ranks[0]}"
 
 
 def _is_legal(drawn: Drawn, folder: Path) -> bool:

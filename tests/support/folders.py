@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5MoeConfig,
@@ -324,3 +326,31 @@ def _record(images: list[str], details: list[str], turns: int, rng: random.Rando
     if details:
         record["detail"] = details if len(details) > 1 else details[0]
     return record
+
+
+def write_long(data: Path, long: set[int]) -> None:
+    """Make the questions of these samples long."""
+    records = [json.loads(line) for line in data.read_text().splitlines()]
+    for i in long:
+        records[i]["conversations"][0]["value"] += " what is it" * 100
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+PLAIN_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+def write_qwen2(folder: Path, *, tied: bool = False) -> Path:
+    """A Qwen2 language model alone, with a template that shows no images."""
+    tokenizer = train_tokenizer(CORPUS, vocab_size=300)
+    tokenizer.chat_template = PLAIN_TEMPLATE
+    config = Qwen2Config(
+        vocab_size=len(tokenizer) + 3,
+        hidden_size=48,
+        intermediate_size=74,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
+    save_random(folder, Qwen2ForCausalLM, config, tokenizer, seed=5)
+    return folder

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import sqlite3
 import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+from benchmarks.measuring.energon import write_energon_index
 
 FORMATS = ("json", "jsonl", "parquet", "webdataset", "energon")
 SHARD = 4
@@ -79,34 +78,15 @@ def write_tar(path: Path, records: Sequence[dict[str, Any]], images: Path, first
     write_members(path, members)
 
 
-def write_energon_index(folder: Path, shards: Sequence[str]) -> None:
-    """The folder `.nv-meta` of tars in `folder`, as `energon prepare` writes it."""
-    meta = folder / ".nv-meta"
-    meta.mkdir()
-    counts = {}
-    with sqlite3.connect(meta / "index.sqlite") as database:
-        database.execute("CREATE TABLE samples (tar_file_id, sample_key, sample_index, byte_offset, byte_size)")
-        database.execute(
-            "CREATE TABLE sample_parts (tar_file_id, sample_index, part_name, content_byte_offset, content_byte_size)"
-        )
-        for file, shard in enumerate(shards):
-            keys: dict[str, int] = {}
-            with tarfile.open(folder / shard) as tar:
-                for member in tar:
-                    key, _, part = member.name.partition(".")
-                    if key not in keys:
-                        keys[key] = len(keys)
-                        database.execute(
-                            "INSERT INTO samples VALUES (?,?,?,?,?)", (file, key, keys[key], member.offset, 0)
-                        )
-                    row = (file, keys[key], part, member.offset_data, member.size)
-                    database.execute("INSERT INTO sample_parts VALUES (?,?,?,?,?)", row)
-            counts[shard] = len(keys)
-        database.execute("CREATE INDEX idx_samples_by_tar_and_idx ON samples (tar_file_id, sample_index)")
-        database.execute(
-            "CREATE INDEX idx_sample_parts_seq ON sample_parts (tar_file_id, sample_index, content_byte_offset)"
-        )
-    database.close()
-    (meta / ".info.json").write_text(json.dumps({"energon_version": "7.4.1", "shard_counts": counts}))
-    (meta / "split.yaml").write_text(yaml.safe_dump({"split_parts": {"train": list(shards), "val": []}, "exclude": []}))
-    (meta / "dataset.yaml").write_text("__module__: megatron.energon\n__class__: CrudeWebdataset\n")
+def pack(members: Sequence[tuple[str, bytes | str]], format: int = tarfile.PAX_FORMAT, **fields: Any) -> bytes:
+    """A tar file of these members, whose headers have further fields."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=format) as tar:
+        for name, data in members:
+            data = data.encode() if isinstance(data, str) else data
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            for field, value in fields.items():
+                setattr(member, field, value)
+            tar.addfile(member, io.BytesIO(data))
+    return file.getvalue()

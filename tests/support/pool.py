@@ -158,6 +158,10 @@ class Pool:
             worker.join()
 
 
+Pools = Callable[[int], Pool]
+"""The pool of so many ranks, as the fixture `pools` gives it."""
+
+
 def world() -> Any:
     """The group of all workers, for the functions that they run."""
     import torch.distributed as dist

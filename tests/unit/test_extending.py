@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_house import FLOORS
+from tests.support.floors import FLOORS
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/extending.md").read_text(encoding="utf-8")

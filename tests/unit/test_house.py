@@ -12,21 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.floors import FLOORS
+
 PACKAGE = Path(__file__).parents[2] / "megatron_hetero"
-FLOORS = """
-base
-layout
-config hf
-groups
-boundary
-schedule
-models
-job
-data step
-checkpoint estimate
-train
-cli run
-"""
 FLOOR = {name: number for number, floor in enumerate(FLOORS.split("\n")) for name in floor.split()}
 
 
@@ -134,12 +122,37 @@ def test_tests_and_benchmarks_share_what_they_measure_with_alone() -> None:
     assert not wrong
 
 
+def test_no_test_module_is_imported() -> None:
+    """What several of them need is in a module beside them, or in tests/support."""
+    wrong = {
+        str(file.relative_to(ROOT)): name
+        for folder in ("tests", "benchmarks", "examples", "tools", PACKAGE.name)
+        for file in (ROOT / folder).rglob("*.py")
+        for name in _imported_names(ast.parse(file.read_text(encoding="utf-8")))
+        if name.startswith(("tests.", "benchmarks.")) and any(part.startswith("test_") for part in name.split("."))
+        if (ROOT / f"{name.replace('.', '/')}.py").exists()
+    }
+    assert not wrong
+
+
+def test_benchmarks_import_the_fake_device_alone_of_the_tests() -> None:
+    """Their own tests also import what supports tests."""
+    wrong = {
+        str(file.relative_to(ROOT)): name
+        for file in (ROOT / "benchmarks").rglob("*.py")
+        for name in _imported_names(ast.parse(file.read_text(encoding="utf-8")))
+        if name.startswith("tests.") and not name.startswith("tests.fake_cuda")
+        if not ("tests" in file.relative_to(ROOT).parts and name.startswith("tests.support"))
+    }
+    assert not wrong
+
+
 def _imported_names(tree: ast.Module) -> set[str]:
-    """The modules that a module imports, anywhere in it."""
+    """The modules that a module imports, anywhere in it, and the names that it takes from them."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add(node.module or "")
+            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from tests.functional.checkpoint import runs as jobs
 from tests.functional.checkpoint.runs import flags
 from tests.support.folders import ModelChoice, write_data, write_model, write_transposed
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def untouched(folders: Path, tmp_path_factory: pytest.TempPathFactory, pools: Callable[[int], Pool]) -> Untouched:
+def untouched(folders: Path, tmp_path_factory: pytest.TempPathFactory, pools: Pools) -> Untouched:
     """A run with checkpoints after steps 2 and 4, in the layouts sp:2 and tp:2."""
     run = tmp_path_factory.mktemp("untouched")
     return Untouched(run, pools(2).run(jobs.train, flags(folders, run, "sp:2", "tp:2"))[0])

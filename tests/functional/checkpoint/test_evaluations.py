@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_hetero.base.outputs import whole
 from tests.functional.checkpoint import runs as jobs
+from tests.functional.checkpoint.checks import same
 from tests.functional.checkpoint.conftest import Untouched
 from tests.functional.checkpoint.runs import flags
-from tests.functional.checkpoint.test_across_layouts import same
-from tests.support.pool import Pool
-
-Pools = Callable[[int], Pool]
+from tests.support.pool import Pools
 
 
 def lines(run: Path) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import importlib
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,9 @@ from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.cli import export
 from megatron_hetero.config.moved import translated
 from tests.functional.checkpoint import runs as jobs
+from tests.functional.checkpoint.checks import published, require_loaded
 from tests.functional.checkpoint.runs import seal
-from tests.functional.checkpoint.test_across_layouts import require_loaded
-from tests.functional.checkpoint.test_tools import published
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 
 importer = importlib.import_module("megatron_hetero.cli.import")
 OLD_RUN = Path(__file__).parent / "old_run"
@@ -62,7 +61,7 @@ def configuration(old: Path, target: Path) -> Path:
     return target
 
 
-def test_an_old_checkpoint_resumes_in_another_layout(old: Path, tmp_path: Path, pools: Callable[[int], Pool]) -> None:
+def test_an_old_checkpoint_resumes_in_another_layout(old: Path, tmp_path: Path, pools: Pools) -> None:
     written = old / "step-00000002"
     line = f"--config {configuration(old, tmp_path / 'new.yaml')} --checkpoint.resume {written} "
     line += f"--log.dir {tmp_path}/log --checkpoint.dir {tmp_path}/checkpoints "

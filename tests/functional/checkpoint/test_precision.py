@@ -18,10 +18,10 @@ import torch
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.step import number_formats, optimizer
 from tests.functional.checkpoint import runs as jobs
+from tests.functional.checkpoint.checks import require_exact_resume, same
 from tests.functional.checkpoint.runs import flags, train
-from tests.functional.checkpoint.test_across_layouts import require_exact_resume, same
 from tests.support.matrix import long, thinned
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 from tests.support.runs import build
 
 
@@ -67,7 +67,6 @@ def in_pieces(size: int, flags: list[str], until: int | None = None) -> dict[str
         return train(flags, None, until)
 
 
-Pools = Callable[[int], Pool]
 BF16 = "--model.dtype bfloat16 --data.workers 0 --train.micro_batch_size 2"
 
 

@@ -4,7 +4,6 @@ resumes, evaluates again and exports. Nothing of it hangs, and the weights are t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,7 @@ from safetensors.torch import load_file
 from tests.functional.checkpoint import runs as jobs
 from tests.functional.checkpoint.runs import flags
 from tests.support.matrix import thinned
-from tests.support.pool import Pool
-
-Pools = Callable[[int], Pool]
+from tests.support.pool import Pools
 
 
 def exported(folder: Path) -> dict[str, torch.Tensor]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.functional.checkpoint.checks import require_exact_resume
 from tests.functional.checkpoint.runs import once
-from tests.functional.checkpoint.test_across_layouts import Pools, require_exact_resume
 from tests.support.folders import ModelChoice, write_model
+from tests.support.pool import Pools
 from tests.support.videos import FLAGS, write_video_data
 
 

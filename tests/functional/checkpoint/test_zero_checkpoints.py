@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.functional.checkpoint import runs as jobs
-from tests.functional.checkpoint.runs import flags
-from tests.functional.checkpoint.test_across_layouts import require_exact_resume
+from tests.functional.checkpoint.checks import require_exact_resume
+from tests.functional.checkpoint.runs import BF16, HOST, SMALL, flags, zero
 from tests.support.matrix import thinned
-from tests.support.pool import Pool
-
-Pools = Callable[[int], Pool]
-BF16 = "--model.dtype bfloat16 --data.workers 0"
-SMALL = "--text-precision.master split --text-precision.moments bfloat16 --vision-precision.master none"
-HOST = "--text-offload.states true --vision-offload.states true"
-
-
-def zero(vision: int, text: int) -> str:
-    return f"--vision-zero {vision} --text-zero {text}"
+from tests.support.pool import Pools
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from tests.parity.cases import MODELS, SPLIT, Case, flags_of, zero
 from tests.support.adapters import logits, write_adapter
 from tests.support.folders import write_data, write_model
 from tests.support.matrix import thinned
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 from tests.support.runs import build
 
 pytest.importorskip("peft")
@@ -50,7 +49,7 @@ def refusal(flags: list[str]) -> str:
 
 
 @pytest.mark.parametrize("case", thinned(CASES, 3), ids=str)
-def test_a_run_from_one_folder_to_another(case: Case, tmp_path: Path, pools: Callable[[int], Pool]) -> None:
+def test_a_run_from_one_folder_to_another(case: Case, tmp_path: Path, pools: Pools) -> None:
     base = write_model(tmp_path / "model", MODELS[case.model])
     write_data(tmp_path, case.batch)
     options = {"target_parameters": EXPERTS} if "moe" in case.model else {}
@@ -78,7 +77,7 @@ def test_a_run_from_one_folder_to_another(case: Case, tmp_path: Path, pools: Cal
 
 
 @pytest.mark.parametrize("module", ["text", "vision"])
-def test_a_default_export_is_a_start(module: str, tmp_path: Path, pools: Callable[[int], Pool]) -> None:
+def test_a_default_export_is_a_start(module: str, tmp_path: Path, pools: Pools) -> None:
     """Of adapters of one module with the projector: the encoder stays as it is."""
     case, other = Case("sp:2", "tp:2", 2, micro=2), {"text": "vision", "vision": "text"}[module]
     write_model(tmp_path / "model", MODELS[case.model])
@@ -101,7 +100,7 @@ def test_a_default_export_is_a_start(module: str, tmp_path: Path, pools: Callabl
     assert f"Adapters of {module}: r 2 beside " in " ".join(planned)
 
 
-def test_runs_that_do_not_start(tmp_path: Path, pools: Callable[[int], Pool]) -> None:
+def test_runs_that_do_not_start(tmp_path: Path, pools: Pools) -> None:
     """What an export could not have is refused before anything trains."""
     case = Case("dp:1", "dp:1", 1, model="tied")
     write_model(tmp_path / "model", MODELS["tied"])
@@ -110,7 +109,7 @@ def test_runs_that_do_not_start(tmp_path: Path, pools: Callable[[int], Pool]) ->
     for flags, message in (
         (
             f"{out} --export.merge true",
-            "export.merge (--export.merge): found True, expected no value",
+            "export.merge (--export.merge): found True, ",
         ),
         (f"{out} --vision-lora.r 2", "model.language_model.embed_tokens, which trains in full"),
         (f"{out} --text-lora.r 2 --model.train vision text.q", "model.train"),

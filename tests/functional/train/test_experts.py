@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
@@ -22,15 +22,14 @@ from megatron_hetero.layout.axes import EXPERTS
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.layers.dispatch import Dispatch, RowExchange, block
 from megatron_hetero.train.held_out import HeldOutEvaluation
-from tests.functional.train.test_gradients import EMPTY, assert_equal_gradients, write_long
+from tests.functional.train.checks import EMPTY, assert_equal_gradients
 from tests.support import runs as jobs
-from tests.support.folders import ModelChoice, write_data, write_model
+from tests.support.folders import ModelChoice, write_data, write_long, write_model
 from tests.support.matrix import thinned
 from tests.support.oracle import Oracle
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 from tests.support.runs import MakeFlags, build, build_logged
 
-Pools = Callable[[int], Pool]
 COEFFICIENT = 0.05
 BALANCED = f"--model.router_aux_loss_coef {COEFFICIENT}"
 SPLIT = "--text-layers 1 2"

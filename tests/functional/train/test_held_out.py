@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,13 @@ from transformers import AutoModelForImageTextToText
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.train.held_out import HeldOutEvaluation
-from megatron_hetero.train.metrics import EvaluationMetrics
+from tests.functional.train.checks import evaluated, loss_of_record, mean_loss, trained_and_exported
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import long, thinned
 from tests.support.oracle import Oracle, TwoTowers
-from tests.support.pool import Pool
-from tests.support.runs import Arrays, LiveBytes, MakeFlags, build, stored
+from tests.support.pool import Pools
+from tests.support.runs import MakeFlags, build, stored
 
-Pools = Callable[[int], Pool]
 SAMPLES = {"many": 7, "one": 1}
 """Samples of the data sets: the first fills one batch of four and a part of the next, the second part of one."""
 DEEP = ModelChoice(vision_layers=2, text_layers=4, tied=True, seed=3)
@@ -99,31 +98,9 @@ def _teach(oracle: Oracle, folder: Path) -> None:
 @torch.no_grad()
 def _measured(oracle: Oracle) -> list[Measured]:
     return [
-        Measured(len(oracle._logits(record)[0]), *_loss(oracle, record), oracle.answers_exactly(record))
+        Measured(len(oracle._logits(record)[0]), *loss_of_record(oracle, record), oracle.answers_exactly(record))
         for record in oracle.records
     ]
-
-
-def _loss(oracle: Oracle, record: dict) -> tuple[float, int]:
-    loss, supervised = oracle._sample(record)
-    return float(loss.double()), supervised
-
-
-@torch.no_grad()
-def _mean_loss(oracle: Oracle) -> tuple[float, int]:
-    """The mean loss of all supervised tokens, and their number."""
-    losses, counts = zip(*(_loss(oracle, record) for record in oracle.records), strict=True)
-    return sum(losses) / sum(counts), sum(counts)
-
-
-def evaluated(flags: list[str]) -> tuple[list[EvaluationMetrics], int]:
-    """The evaluation after the last step, of weights that were not trained, and the bytes that it saved for a backward
-    pass.
-    """
-    run, live = build(flags), LiveBytes()
-    with live.saving():
-        found = list(HeldOutEvaluation.build(run).after(run.trainer.job.config.train.iters))
-    return found, live.peak
 
 
 def trained(flags: list[str]) -> dict[str, Any]:
@@ -137,21 +114,6 @@ def trained(flags: list[str]) -> dict[str, Any]:
         found += evaluation.after(step)
     weights, state = stored(run), torch.get_rng_state().numpy().tobytes()
     return {"losses": losses, "weights": weights, "state": state, "found": found, "idle": idle}
-
-
-def weights(flags: list[str]) -> Arrays:
-    """The weights that training would start from."""
-    return stored(build(flags))
-
-
-def trained_and_exported(flags: list[str], target: Path) -> tuple[float, Arrays]:
-    """Train one step and export; returns the loss of the first held-out data set then, and the weights."""
-    run = build(flags)
-    _, batch, _ = next(iter(run.batches()))
-    run.trainer.train_step(1, batch)
-    [found] = HeldOutEvaluation.build(run).after(1)
-    run.export(target)
-    return found.loss, stored(run)
 
 
 def refused(flags: list[str]) -> str:
@@ -309,8 +271,8 @@ def test_an_export_says_the_same_in_transformers(
     line = make_flags(vision, text, qwen3.flags(more))
     loss, weights = pools(ranks).run(trained_and_exported, line, target)[0]
     after = Oracle.load(target, qwen3.folder / "many/data.jsonl")
-    assert loss == pytest.approx(_mean_loss(after)[0], rel=1e-5)
-    assert abs(loss - _mean_loss(before)[0]) > 1e-3 * loss, "nothing was learnt, so that equal losses say little"
+    assert loss == pytest.approx(mean_loss(after)[0], rel=1e-5)
+    assert abs(loss - mean_loss(before)[0]) > 1e-3 * loss, "nothing was learnt, so that equal losses say little"
     kind: Any = AutoModelForImageTextToText
     assert not any(kind.from_pretrained(target, output_loading_info=True)[1].values())
     assert after.weights().keys() == weights.keys()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -14,11 +13,10 @@ import torch.distributed as dist
 from megatron_hetero.step.number_formats import upper_half
 from tests.support import runs as jobs
 from tests.support.matrix import thinned
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 from tests.support.ranks import on_ranks
 from tests.support.runs import MakeFlags
 
-Pools = Callable[[int], Pool]
 LAYOUTS = [("sp:2,dp:2", "tp:4"), ("dp:4", "tp:2,dp:2")]
 RATES = "--optimizer.lr 1e-3 --vision-lr 4e-3 --optimizer.lr_projector 2e-3"
 

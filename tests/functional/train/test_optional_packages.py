@@ -4,7 +4,7 @@ same, and where layers on plain PyTorch are chosen nothing changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -20,7 +20,7 @@ from tests.parity import runs
 from tests.support import stages as jobs
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import thinned
-from tests.support.pool import Pool
+from tests.support.pool import Pool, Pools
 from tests.support.stages import Case
 from tests.support.stand_ins import APEX, transformer_engine, transformer_engine_versions
 
@@ -58,7 +58,7 @@ REMADE = [{}, {"recompute": "selective"}, {"recompute": "selective", "chunk": 8}
     "more, module, layout", thinned(product(REMADE, ["vision", "text"], ["sp:2", "tp:2", "cp:2"]), 7), ids=str
 )
 def test_layers_of_transformer_engine(
-    more: dict[str, Any], module: str, layout: str, model: Path, with_te: Pool, pools: Callable[[int], Pool]
+    more: dict[str, Any], module: str, layout: str, model: Path, with_te: Pool, pools: Pools
 ) -> None:
     case = Case(model, {module: layout})
     job, arguments = (jobs.vision, ()) if module == "vision" else (jobs.text, (SEEDS,))
@@ -80,9 +80,7 @@ def gradients_by_te(flags: list[str]) -> dict[str, Any] | None:
     return found
 
 
-def test_adapters_beside_layers_of_transformer_engine(
-    model: Path, tmp_path: Path, with_te: Pool, pools: Callable[[int], Pool]
-) -> None:
+def test_adapters_beside_layers_of_transformer_engine(model: Path, tmp_path: Path, with_te: Pool, pools: Pools) -> None:
     write_data(tmp_path, 4)
     case = parity.Case("tp:2", "tp:2", 2, micro=2, given_batch=4)
     (tmp_path / "model").symlink_to(model)
@@ -101,7 +99,7 @@ def test_adapters_beside_layers_of_transformer_engine(
     thinned([("with_te", "adamw"), ("with_apex", "sgd"), ("with_apex", "adamw")], 3),
 )
 def test_what_is_installed_and_not_chosen_changes_no_bit(
-    installed: str, optimizer: str, model: Path, pools: Callable[[int], Pool],
+    installed: str, optimizer: str, model: Path, pools: Pools,
     request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
     """Megatron-Core prefers the optimizers and kernels of both wherever it finds them. Those of the stand-ins fail."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from megatron_hetero.models.stages import EncoderModel, TextModel
 from tests.support import runs as jobs
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import thinned
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 from tests.support.runs import Arrays, LiveBytes, MakeFlags, build, stored
 
 
@@ -89,9 +88,6 @@ def mapped_weights(flags: list[str]) -> list[str]:
     lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     del run  # It was there until now.
     return [line for line in lines if line.endswith(".safetensors") and own in line]
-
-
-Pools = Callable[[int], Pool]
 
 
 @pytest.mark.parametrize(

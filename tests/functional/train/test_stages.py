@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -25,7 +24,7 @@ from megatron_hetero.train.hf_export import export_model, gather_parameters
 from tests.support import stages as jobs
 from tests.support.folders import ModelChoice, write_model
 from tests.support.matrix import thinned
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 from tests.support.stages import Case, Trainee
 
 
@@ -63,7 +62,6 @@ def loading(case: Case, name: str) -> dict[str, Any]:
     return {"numbers": numbers, "said": said, "own": stage, "names": sorted(module.parameters)}
 
 
-Pools = Callable[[int], Pool]
 SEEDS = (0, 1, 2, 3, 4, 5)
 TOLERANCE = 1e-5
 

@@ -4,45 +4,24 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.data.processor import open_processor
 from megatron_hetero.job.job import JobSpec
 from megatron_hetero.models.families.common import canonical_name
-from tests.functional.train import test_held_out as jobs
-from tests.functional.train.test_held_out import _mean_loss
-from tests.support.folders import CORPUS, ModelChoice, save_random, train_tokenizer, write_model
+from tests.functional.train import checks as jobs
+from tests.functional.train.checks import mean_loss
+from tests.support.folders import ModelChoice, write_model, write_qwen2
 from tests.support.oracle import Oracle
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 from tests.support.runs import MakeFlags
-
-Pools = Callable[[int], Pool]
-PLAIN_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-
-
-def write_language_model(folder: Path, *, tied: bool = False) -> Path:
-    """A Qwen2 language model alone, with a template that shows no images."""
-    tokenizer = train_tokenizer(CORPUS, vocab_size=300)
-    tokenizer.chat_template = PLAIN_TEMPLATE
-    config = Qwen2Config(
-        vocab_size=len(tokenizer) + 3,
-        hidden_size=48,
-        intermediate_size=74,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-    )
-    save_random(folder, Qwen2ForCausalLM, config, tokenizer, seed=5)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +30,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     its embedding, and less wide.
     """
     folder = tmp_path_factory.mktemp("folders")
-    write_language_model(folder / "text")
+    write_qwen2(folder / "text")
     write_model(folder / "fits", ModelChoice(vision_layers=1, vision_heads=2, full_layers=(0,), seed=9))
     write_model(folder / "narrow", ModelChoice(heads=2, vision_layers=2, text_layers=1, seed=10))
     return folder
@@ -108,7 +87,7 @@ def test_the_export_is_a_model_of_transformers(
     flags = make_flags("sp:2", "tp:2", two(folders, text, vision, more))
     ours, weights = pools(2).run(jobs.trained_and_exported, flags, target)[0]
     oracle = Oracle.load(target, small_data)
-    assert _mean_loss(oracle)[0] == pytest.approx(ours, rel=1e-5)
+    assert mean_loss(oracle)[0] == pytest.approx(ours, rel=1e-5)
     for name, tensor in stored(target).items():
         np.testing.assert_array_equal(tensor, weights[name], err_msg=name)
     again, _ = pools(2).run(jobs.evaluated, make_flags("dp:2", "tp:2", f"{more} --model.hf_path {target}"))[0]
@@ -116,7 +95,7 @@ def test_the_export_is_a_model_of_transformers(
 
 
 def test_a_tied_language_model_alone(folders: Path, make_flags: MakeFlags, pools: Pools, tmp_path: Path) -> None:
-    write_language_model(tmp_path / "tied", tied=True)
+    write_qwen2(tmp_path / "tied", tied=True)
     more = f"--model.hf_path {tmp_path}/tied --model.hf_path_vision {folders}/fits"
     flags = make_flags("sp:2", "tp:2", more)
     found = pools(2).run(jobs.weights, flags)[0]
@@ -133,7 +112,7 @@ def test_a_language_model_alone_needs_an_encoder(folders: Path, make_flags: Make
         JobSpec.of(load_config(make_flags("dp:2", "dp:2", two(folders, "fits", "text"))), 2)
     with pytest.raises(UserError, match="model.hf_path_vision: found no "):
         JobSpec.of(load_config(make_flags("dp:2", "dp:2", two(folders, "fits", "nowhere"))), 2)
-    with pytest.raises(UserError, match="expected a folder separate from model.hf_path_vision"):
+    with pytest.raises(UserError, match="separate from model.hf_path_vision"):
         load_config(make_flags("dp:2", "dp:2", two(folders, "text", "fits", f"--export.hf_dir {folders}/fits")))
 
 

@@ -15,7 +15,7 @@ from megatron_hetero.base.environment import group_timeout, prepare_environment,
 def test_too_late_is_said_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     environ = {"RANK": "0", "PYTORCH_ALLOC_CONF": "x:1"}
-    with pytest.warns(UserWarning, match="CUDA was initialised without CUDA_DEVICE_MAX_CONNECTIONS, which") as told:
+    with pytest.warns(UserWarning, match="CUDA_DEVICE_MAX_CONNECTIONS") as told:
         prepare_environment(environ)
     assert "\n" not in str(told[0].message) and environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
     with warnings.catch_warnings():
@@ -37,7 +37,7 @@ def test_few_hardware_queues_are_reported_once_on_a_gpu(monkeypatch: pytest.Monk
         for _ in range(2):
             prepare_environment({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     [told] = [str(each.message) for each in said]
-    assert told.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 makes streams wait for each other") and "\n" not in told
+    assert told.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 ") and "\n" not in told
 
 
 @pytest.mark.parametrize(

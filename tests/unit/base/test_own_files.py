@@ -20,7 +20,7 @@ from megatron_hetero.base.lock import Lock, alone
 from megatron_hetero.base.outputs import LATEST, MANIFEST, clean, partial_of, prune, publish, whole
 from megatron_hetero.schedule.drawing import write_plot
 from megatron_hetero.train.log import LogFolder
-from tests.unit.base.test_user_files import at_once
+from tests.unit.base.alarms import at_once
 
 __all__ = ["at_once"]  # a fixture: opening a pipe may wait
 

@@ -27,34 +27,26 @@ LAYOUTS = {"vision": mh.Layout.parse("dp:4", 4), "text": mh.Layout.parse("tp:2,d
 SOURCE, TARGET = Ownership.of({(0,): [0, 1], (1,): [2]}), Ownership.of({(0, 1): [2]})
 
 PURE: dict[str, Callable[[], Any]] = {
-    r"plan_boundary: found 2 rows that are needed but held by nobody, such as row 0, needed by ranks 0, expected": (
-        lambda: plan_boundary(TARGET, SOURCE, row_bytes=4)
-    ),
-    r"load_plan: plan: found a BoundaryPlan, .* Give it `plan.rank\(rank\)`": (
+    r"plan_boundary: found 2 rows .*row 0, needed by ranks 0": (lambda: plan_boundary(TARGET, SOURCE, row_bytes=4)),
+    r"load_plan: plan: found a BoundaryPlan, .*`plan.rank\(rank\)`": (
         lambda: load_plan(plan_boundary(SOURCE, TARGET, row_bytes=4), torch.device("cpu"))  # pyright: ignore[reportArgumentType]
     ),
-    r"Ownership.of: found 0 as a group of ranks, expected tuples": lambda: Ownership.of({0: [0]}),  # pyright: ignore[reportArgumentType]
+    r"Ownership.of: found 0 ": lambda: Ownership.of({0: [0]}),  # pyright: ignore[reportArgumentType]
     r"Ownership.of: gradient: found 'whole', expected 'invariant' or 'partial'": (
         lambda: Ownership.of({(0,): [0]}, "whole")  # pyright: ignore[reportArgumentType]
     ),
-    r"edge a to b: found a stage at one end, .* `source_stage` and `target_stage`": lambda: Edge("a", "b", 1),
-    r"layouts: found no layout for module `decoder` among vision, text": (
-        lambda: build_schedule(LAYOUTS, 2, text="decoder")
-    ),
-    "layouts: found no layout for module `text`, expected one, because": lambda: build_schedule({}, 2),
-    "forward_only: found `x`, expected some of text. Name": (
+    r"edge a to b: .* `source_stage` and `target_stage`": lambda: Edge("a", "b", 1),
+    r"layouts: found no layout .*`decoder` among vision, text": (lambda: build_schedule(LAYOUTS, 2, text="decoder")),
+    "layouts: found no layout .*`text`": lambda: build_schedule({}, 2),
+    "forward_only: found `x`, .*text": (
         lambda: build_schedule({"text": mh.Layout.parse("dp:1", 1)}, 2, forward_only=["x"])
     ),
-    "layout of `text`: found module `text`, expected none, as there are no modules, because": (
-        lambda: resolve({"text": "dp:1"}, {}, 1)
-    ),
-    "edge a>b: found no module `a`, expected none, as there are no layouts. Use": lambda: as_edge(("a", "b"), {}),
-    "Graph: width: found `a>b`, expected none, as there are no edges. Correct it": (
+    "layout of `text`: found module `text`, expected none": (lambda: resolve({"text": "dp:1"}, {}, 1)),
+    "edge a>b: found no module `a`, expected none": lambda: as_edge(("a", "b"), {}),
+    "Graph: width: found `a>b`, expected none": (
         lambda: mh.Graph({"text": []}, width={("a", "b"): 2}, dtype=torch.float32)
     ),
-    "ownership: found rows 5 in two groups, or twice in one, expected each row once": (
-        lambda: plan_boundary(SOURCE, Ownership.of({(0,): [5, 5]}), row_bytes=4)
-    ),
+    "ownership: found rows 5 ": (lambda: plan_boundary(SOURCE, Ownership.of({(0,): [5, 5]}), row_bytes=4)),
     r"layout `xp:2`.*: found axis `xp`, expected one of tp, sp, cp, dp, pp": lambda: mh.Layout.parse("xp:2", 4),
 }
 MISSING: dict[str, Callable[[], Any]] = {
@@ -81,7 +73,7 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
     "decoding: found `audio`, expected one of vision, text": {"decoding": ["audio"]},
     r"edges: found 'vision', expected pairs of modules": {"edges": ("vision", "text")},
     r"edges: found \('vision', 'text', 'talker'\), expected pairs": {"edges": [("vision", "text", "talker")]},
-    r"edge vision>txet: found no module `txet` \(did you mean `text`\?\), expected modules among vision, text": {
+    r"edge vision>txet: found no module `txet` \(did you mean `text`\?\), .*vision, text": {
         "edges": [("vision", "txet")]
     },
 }
@@ -112,7 +104,7 @@ def test_what_rows_are_is_checked_when_a_boundary_is_opened() -> None:
 TERMS = {
     "transport": "transport: found torch.bfloat16 on rank 0 and torch.float32 on rank 1",
     "check": "check: found False on rank 0 and True on rank 1",
-    "width": "vision>text: width: found 5 on rank 0 and 4 on rank 1, expected the same on all ranks. Open ",
+    "width": "vision>text: width: found 5 on rank 0 and 4 on rank 1",
 }
 
 

@@ -208,9 +208,7 @@ def test_outside_a_micro_batch_nothing_crosses_that_would_go_back() -> None:
     places = topology(COLOCATED)
     link, module, ids = opened(places, "vision"), Scale(2.0), [places.rank]
     plan = link.plan(held=ids, needed=[(ids[0] + 1) % 4])
-    with pytest.raises(
-        UserError, match=r"vision>text: rows that require .* outside of a `micro_batch`, .* Enter `micr"
-    ):
+    with pytest.raises(UserError, match=r"vision>text: .* outside of a `micro_batch`, .*`micr"):
         link(plan, module(values(ids)) if places.rank == 1 else values(ids))
     assert torch.equal(link(plan, values(ids)), values([(ids[0] + 1) % 4]))
 
@@ -224,7 +222,7 @@ def test_errors_reach_all_ranks() -> None:
     with pytest.raises(UserError, match="held: found row 7 twice"):
         link.plan(held=[7, 7] if rank == 1 else [rank], needed=[])
     plan = link.plan(held=[rank], needed=[rank])
-    with pytest.raises(ValueError, match=r"rank 3: found 2 rows, expected the 1 that this rank holds"):
+    with pytest.raises(ValueError, match=r"rank 3: found 2 rows, expected the 1 "):
         link(plan, values([rank, 0][: 2 if rank == 3 else 1]))
     with pytest.raises(UserError, match="held: found a list"):
         link.plan(held=[[1], [2, 3]] if rank == 1 else [rank], needed=[])  # pyright: ignore[reportArgumentType]
@@ -250,7 +248,7 @@ def test_a_backward_pass_after_the_end_is_refused() -> None:
     plan = link.plan(held=ids, needed=ids)
     with micro_batch(link):
         loss = link(plan, module(values(ids))).sum()
-    with pytest.raises(UserError, match="a backward pass after its end.* Call backward inside the block"):
+    with pytest.raises(UserError, match="a backward pass after its end"):
         loss.backward()
     with contextlib.suppress(KeyError), micro_batch(link):
         loss = link(plan, module(values(ids))).sum()
@@ -337,7 +335,7 @@ def test_an_edge_that_is_not_there_is_named() -> None:
 
 @on_ranks(4)
 def test_an_edge_between_modules_that_are_not_there_is_refused() -> None:
-    with pytest.raises(UserError, match="edge film>text: found no module `film`, expected modules among vision, sound"):
+    with pytest.raises(UserError, match="edge film>text: found no module `film`, .*vision, sound"):
         topology(COLOCATED, [("film", "text")])
 
 
@@ -349,16 +347,16 @@ def test_what_does_not_fit_a_boundary_is_named_on_all_ranks() -> None:
     plan, held = link.plan(held=[rank], needed=[rank]), values([rank])
     another = other.plan(held=[rank], needed=[rank])
     wrong: dict[str, tuple[Any, Any]] = {
-        "found a plan of boundary sound>text, expected its own": (another, held),
-        r"found a BaseModelOutput, expected a tensor of rows": (plan, BaseModelOutput(held)),
-        r"found rows of shape \(1, 1, 3\), expected \[rows, 3\], `width` being 3": (plan, held[None]),
-        r"found rows of torch.int64, expected torch.float64, as given to the communicator in `dtype`": (
+        "found a plan of .*sound>text": (another, held),
+        r"found a BaseModelOutput": (plan, BaseModelOutput(held)),
+        r"found rows of shape \(1, 1, 3\), expected \[rows, 3\]": (plan, held[None]),
+        r"found rows of torch.int64, expected torch.float64, .*`dtype`": (
             plan, held.long(),
         ),
     }  # fmt: skip
     for said, (plan_there, rows) in wrong.items():
         with pytest.raises(UserError, match=rf"boundary vision>text forward on rank 2: {said}"):
             link(*((plan_there, rows) if rank == 2 else (plan, held)))
-    with pytest.raises(UserError, match=r"boundary vision>text: plan: found a Tensor, expected what `Boundary.plan`"):
+    with pytest.raises(UserError, match=r"boundary vision>text: plan: found a Tensor, .*`Boundary.plan`"):
         link(held, plan)  # pyright: ignore[reportArgumentType]
     assert torch.equal(link(plan, held), held)

@@ -163,9 +163,7 @@ def test_the_text_states_bytes() -> None:
 
 
 def test_rows_that_nobody_holds_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"found 2 rows .* held by nobody, such as row 7, needed by ranks 1-2, .* the 3 of the source"
-    ):
+    with pytest.raises(ValueError, match=r"found 2 rows .*row 7, needed by ranks 1-2, .* the 3 "):
         plan_boundary(Ownership.parse("0: 0-2"), Ownership.parse("0: 1; 1,2: 0,7,8"), ROW_BYTES)
 
 

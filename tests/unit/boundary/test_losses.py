@@ -143,19 +143,17 @@ def test_what_the_plain_mistake_says() -> None:
     for placement in PLACEMENTS:
         topology = build(GRAPH, PLACEMENTS[placement])
         held = {name: each for name, each in models().items() if topology.has(name)}
-        freed = r"has freed the graph of rows that left.* Call `boundary.backward\(loss\)`, of the boundary that"
+        freed = r"has freed the graph .*`boundary.backward\(loss\)`"
         if topology.has("vision") or topology.has("text"):
             with pytest.raises(UserError, match=freed):
                 train(topology, held, plain="text")
         else:
             train(topology, held, plain="text")
     topology = build(GRAPH, PLACEMENTS["colocated"])
-    with pytest.raises(
-        UserError, match="a loss given to `Boundary.backward` depends on rows that crossed that boundary"
-    ):
+    with pytest.raises(UserError, match="a loss given to `Boundary.backward` "):
         train(topology, models(), plain="sum")
     boundary = Boundary.open(topology, "text", "generator")
-    with pytest.raises(UserError, match=r"backward: found a tensor .*, outside of a `micro_batch`, expected a scalar"):
+    with pytest.raises(UserError, match=r"backward: found a tensor .*`micro_batch`"):
         boundary.backward(torch.zeros((), requires_grad=True))
     for loss, found in ((torch.zeros(2, requires_grad=True), r"shape \(2,\)"), (torch.zeros(()), "shape.*grad=False")):
         with pytest.raises(UserError, match=f"backward: found a tensor of {found}"), micro_batch(boundary):

@@ -60,11 +60,11 @@ def test_rows_are_converted_and_nothing_is_written_in_place() -> None:
 def test_another_number_of_rows_is_refused(number: int) -> None:
     """Also fewer places than rows, of which a masked scatter takes a prefix."""
     embedded, rows, places = drawn([[0, 1, 1]], number)
-    with pytest.raises(UserError, match=f"place_rows: 2 places for {number} rows. Give the rows and the places of"):
+    with pytest.raises(UserError, match=f"place_rows: 2 places for {number} rows"):
         place_rows(embedded, rows, places)
     torch.compiler.reset()
     for fullgraph, said in (
-        (True, f"place_rows: another number of places than {number} rows"),
+        (True, f"place_rows: .* than {number} rows"),
         (False, "place_rows: "),
     ):
         with pytest.raises((UserError, RuntimeError), match=said):

@@ -44,7 +44,7 @@ def test_gradients_that_do_not_go_back_are_refused_on_all_ranks(placement: str) 
             if losses is not None and not (alone and dist.get_rank() == 3):
                 losses.sum().backward()
 
-    with pytest.raises(UserError, match="what it returns does not go back. Call `rows.backward"):
+    with pytest.raises(UserError, match="does not go back.*`rows.backward"):
         train(alone=True)
     train(alone=False)  # Looked at, and made again by a loss: as in one process.
 
@@ -72,7 +72,7 @@ def test_a_crossing_under_a_checkpoint_is_refused_on_all_ranks(placement: str, p
                 crossed(rows)
 
     before = plan()
-    with pytest.raises(UserError, match=r"a plan or a crossing amid a backward pass.* Plan and cross outside"):
+    with pytest.raises(UserError, match=r"a plan or a crossing amid a backward pass"):
         train()
     with loop.forward(range(12)) as (_, losses):
         if losses is not None:
@@ -208,7 +208,7 @@ def test_padding_does_not_cross_and_gets_no_gradient() -> None:
         assert rows.grad is not None
         assert torch.equal(rows.grad[1::2], torch.full((len(ids), 8), 2.0)) and not rows.grad[::2].any()
     plan = loop.link.plan(held=ids, needed=needed)
-    with pytest.raises(UserError, match=r"rank 1: found 8 rows, expected the 4 that .* -1 for those that do not cross"):
+    with pytest.raises(UserError, match=r"rank 1: found 8 rows, expected the 4 .* -1 "):
         loop.link(plan, rows.detach())
 
 

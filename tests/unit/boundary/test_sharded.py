@@ -113,12 +113,12 @@ def test_a_runner_takes_counts(placement: str) -> None:
     if topology.has("text"):
         assert torch.equal(seen[0], rows_of(inputs["text"]))
     nothing = MicroBatchInputs({name: each for name, each in inputs.items() if name != "text"}, rows)
-    with pytest.raises(UserError, match="found none of `text`, and .* needed rows of `vision>text`"):
+    with pytest.raises(UserError, match="found none of `text`, .*`vision>text`"):
         run([nothing])
 
 
 WRONG_COUNTS: list[tuple[dict[str, Any], str]] = [
-    ({"samples": 4}, "found 4, with rows_per_sample=None, expected a number of samples"),
+    ({"samples": 4}, "found 4, with rows_per_sample=None"),
     ({"rows_per_sample": 4}, "found None, with rows_per_sample=4"),
     ({"samples": -1, "rows_per_sample": 4}, "found -1"),
     ({"samples": 2.0, "rows_per_sample": 4}, "found 2.0"),
@@ -149,7 +149,7 @@ def test_counts_that_do_not_fit_are_refused_on_all_ranks() -> None:
         split = build(GRAPH, vision=f"{axis}:2,dp:2", text="dp:4")
         with pytest.raises(
             UserError,
-            match=rf"found `vision` with {axis}:2,dp:2.*, expected no sp and no cp.* Give the ids of rows, `held`",
+            match=rf"found `vision` with {axis}:2,dp:2.*, expected no sp and no cp.*`held`",
         ):
             Boundary.open(split, "vision", "text").plan(**good)
 
@@ -234,16 +234,12 @@ def test_a_rank_outside_an_edge_takes_no_part() -> None:
     assert by_count.shape == (3 if topology.rank == 1 else 0, WIDTH)
     if rows is not None:
         assert rows.grad is not None and rows.grad[:, 0].tolist() == [1.0, 2.0, 2.0]
-    with pytest.raises(
-        UserError, match=rf"text>vision on rank {topology.rank}: .*expected one of vision>text, because all"
-    ):
+    with pytest.raises(UserError, match=rf"text>vision on rank {topology.rank}: .*expected one of vision>text"):
         Boundary.open(topology, "text", "vision")
     with pytest.raises(UserError, match=r"no module `txet` \(did you mean `text`"):
         Boundary.open(topology, "vision", "txet")
     unplanned = build(GRAPH, vision="dp:1@0", text="pp:2@1-2", planned=False)
-    with pytest.raises(
-        UserError, match="an edge that is not planned, expected none, as there are no planned edges, bec"
-    ):
+    with pytest.raises(UserError, match="an edge that is not planned, expected none"):
         Boundary.open(unplanned, "vision", "text")
 
 

@@ -153,7 +153,7 @@ def test_an_adapter_of_another_base(base: Path, tmp_path: Path, capsys: pytest.C
     other = write_model(tmp_path / "other", replace(MODELS["untied"], text_ffn=80))
     adapter = write_adapter(other, tmp_path / "adapter", target_modules=["up_proj"])
     assert tool("merge", base, adapter, tmp_path / "out") == 1
-    assert "up_proj: found an adapter of a weight of" in capsys.readouterr().err
+    assert "up_proj: found an adapter " in capsys.readouterr().err
 
 
 def test_refusals(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,16 +114,16 @@ def test_a_checkpoint_holds_what_trains(flags: str, make: Make) -> None:
 LORA = "--text-lora.r 4"
 REFUSED = {
     "full into adapters": ("", LORA, (), [
-        f"modules.text.lora (--text-lora): found adapters, expected none, as in {CHECKPOINT}",
-        f"`{EXPORT}`, then train with --model.hf_path DIR and another checkpoint.dir."]),
+        "modules.text.lora (--text-lora): found adapters, expected none",
+        f"`{EXPORT}`", "--model.hf_path DIR", "checkpoint.dir"]),
     "adapters into full": (LORA, "", (), [
-        f"modules.text.lora (--text-lora): found no adapters, expected those of {CHECKPOINT}", f"`{EXPORT} --merge`"]),
+        "modules.text.lora (--text-lora): found no adapters, ", f"`{EXPORT} --merge`"]),
     "folders": (LORA, f"{DETAIL} --model.hf_path_vision FOLDER/detail", (), [
-        "--model.hf_path DIR --detail-hf_path DIR/encoders/detail and another checkpoint.dir, "
-        "without --model.hf_path_vision"]),
+        "--model.hf_path DIR --detail-hf_path DIR/encoders/detail",
+        "--model.hf_path_vision"]),
     "a rank": (LORA, "--text-lora.r 3", (), [
-        "found r 3 at model.layers.0.self_attn.o_proj (and other values at 13 more layers), expected r 4, as in",
-        "Restore r, targets and patterns, or run"]),
+        "found r 3 at model.layers.0.self_attn.o_proj (and other values at 13 more layers), expected r 4",
+        "r, targets and patterns"]),
     "a rank by pattern": (LORA, f"{LORA} --text-lora.patterns.up_proj.r 2", (), [
         "found r 2 at model.layers.0.mlp.up_proj (and other values at 1 more layer), expected r 4"]),
     "targets": (f"{LORA} --text-lora.targets q_proj k_proj", f"{LORA} --text-lora.targets k_proj q_proj v_proj", (), [
@@ -131,11 +131,11 @@ REFUSED = {
     "fewer targets": (LORA, f"{LORA} --text-lora.targets q_proj", (), ["found no adapter at model.layers.0."]),
     "another module": (LORA, f"{LORA} --vision-lora.r 2", (), ["modules.vision.lora (--vision-lora): found r 2 at"]),
     "alpha": (LORA, f"{LORA} --text-lora.alpha 6", ("modules",), [
-        "modules.text.lora.alpha (--text-lora.alpha): found a scale of 1.5 at", "expected a scale of 1, as in",
+        "modules.text.lora.alpha (--text-lora.alpha): found a scale of 1.5 at", "expected a scale of 1",
         "or allow it with --checkpoint.allow_changes modules."]),
     "rslora": (LORA, f"{LORA} --text-lora.rslora true", ("modules",), ["found a scale of 2 at"]),
     "dropout": (LORA, f"{LORA} --text-lora.dropout 0.1", ("modules",), [
-        "modules.text.lora.dropout (--text-lora.dropout): found 0.1, expected 0.0, as in",
+        "modules.text.lora.dropout (--text-lora.dropout): found 0.1, expected 0.0",
         "or allow it with --checkpoint.allow_changes modules."]),
     "frozen": (LORA, f"{LORA} --model.freeze projector", (), [
         "model.freeze (--model.freeze): freezes visual.merger.ln_q.weight, ", f"`{EXPORT} --merge` and train from"]),
@@ -178,7 +178,7 @@ def test_a_run_continues_without_the_folder_that_it_started_from(folder: Path, m
     read = RunRecord.read(tmp_path)
     assert read == old.record and read.adapters["vision"].adapters == () and read.adapters["vision"].replaced
     assert read.frozen(old.plain) == Frozen.of(old.shapes).tensors, "the encoder is frozen"
-    with pytest.raises(UserError, match=r"Correct the path, or copy the folder again; to resume a run without it"):
+    with pytest.raises(UserError, match=r"to resume a run without it"):
         make(f"--text-lora.hf_path {tmp_path}/gone --vision-lora.hf_path {tmp_path}/gone")
     by_target = {each.name.rpartition(".")[2]: each for each in read.adapters["text"].adapters}
     words = ["--text-lora.targets", *by_target]
@@ -208,13 +208,13 @@ def test_the_base_is_known_again(folder: Path, make: Make, tmp_path: Path) -> No
     model = changed(folder / "model", tmp_path / "model", **{norm: torch.full((64,), 1.0009)})
     detail = changed(folder / "detail", tmp_path / "detail", **{norm: torch.full((64,), 1.0009)})
     for new, place in (
-        (make(f"{DETAIL} {LORA}", model), f"model.hf_path (--model.hf_path): {model}: other weights than the base of"),
+        (make(f"{DETAIL} {LORA}", model), f"model.hf_path (--model.hf_path): {model}: other weights"),
         (
             make(f"--detail-hf_path {detail} --detail-token <x> {LORA}"),
             f"modules.detail.hf_path (--detail-hf_path): {detail}",
         ),
         (make(f"{DETAIL} {LORA} --model.hf_path_vision FOLDER/model"), "model.hf_path_vision (--model.hf_path_vision)"),
-        (make(LORA), "modules.detail.hf_path (--detail-hf_path): missing, unlike for the base of the adapters in"),
+        (make(LORA), "modules.detail.hf_path (--detail-hf_path): missing"),
     ):
         with pytest.raises(UserError) as error:
             old.record.require_same_adapters(new.record, new.shapes, OVERRIDABLE, CHECKPOINT)
@@ -233,19 +233,17 @@ def test_adapters_start_from_an_import_of_the_same_weights(folder: Path, make: M
         stored, run.shapes, CHECKPOINT
     )
     other = make(LORA, folder / "detail")
-    with pytest.raises(
-        UserError, match=f"other weights than those that were imported to {CHECKPOINT} .then in {folder}"
-    ):
+    with pytest.raises(UserError, match=f"other weights .*{CHECKPOINT} .then in {folder}"):
         imported.record.require_same_adapters(other.record, other.shapes, OVERRIDABLE, CHECKPOINT)
     without = replace(imported.record, bases={})  # as earlier versions wrote it
-    with pytest.raises(UserError, match=r"Import the folder again with `python -m megatron_hetero\.cli\.import`"):
+    with pytest.raises(UserError, match=r"`python -m megatron_hetero\.cli\.import`"):
         without.require_same_adapters(run.record, run.shapes, (), CHECKPOINT)
     without.require_same_adapters(make("").record, run.plain, (), CHECKPOINT)
 
 
 def test_adapters_of_another_model(make: Make) -> None:
     run, smaller = make(f"{DETAIL} --detail-lora.r 2"), make("")
-    with pytest.raises(UserError, match="adapters beside detail, which the model does not have"):
+    with pytest.raises(UserError, match="adapters beside detail"):
         run.record.frozen(smaller.plain)
     adapters = run.record.adapters["detail"]
     foreign = replace(adapters, adapters=(adapters.adapters[0]._replace(name="blocks.9.attn.qkv"),))

@@ -171,7 +171,7 @@ IN_FILE = [
     ("log: {tensorboard: maybe}", ["log.tensorboard", "true or false"]),
     ("log: {dir: ''}", ["log.dir", "found no value", "a path"]),
     ("modules: {vision: {parallel: [8]}}", ["modules.vision.parallel", "the list `['8']`", "text"]),
-    ("modules: {text: {parallel: tp:2,dp:4}}", ["`modules.text.dp:4`", "Quote layouts with commas inside braces"]),
+    ("modules: {text: {parallel: tp:2,dp:4}}", ["`modules.text.dp:4`", "Quote layouts"]),
     ("modules: {text: {recomput: full}}", ["`modules.text.recomput` (did you mean `recompute`?)"]),
     ("modules: {text: full}", ["modules.text (", "a mapping"]),
     ("eval: {datasets: demo}", ["eval.datasets", "found `demo`", "a list of text"]),
@@ -280,7 +280,7 @@ IN_FLAGS = [
     ("--data.registry.x.imgs q", ["did you mean `images`?"]),
     (
         "--data.registry.x.images q",
-        ["data.registry.x (--data.registry.x.annotations): neither of annotations and files"],
+        ["data.registry.x (--data.registry.x.annotations): neither "],
     ),
     ("--data.shuffle yes", ["true or false"]),
     ("--detail-hf_path x", ["modules.detail.token (--detail-token): found no value, expected a placeholder"]),

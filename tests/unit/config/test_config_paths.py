@@ -38,7 +38,7 @@ def config(folder: Path, more: str = "") -> Config:
 def test_an_export_replaces_nothing_of_the_run(target: str, setting: str, tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "linked").symlink_to(tmp_path / "runs")
-    with pytest.raises(UserError, match=rf"export\.hf_dir .*expected a folder separate from {setting}"):
+    with pytest.raises(UserError, match=rf"export\.hf_dir .*separate from {setting}"):
         config(tmp_path, f"--export.hf_dir {tmp_path}/{target}")
 
 
@@ -63,10 +63,10 @@ def test_the_default_may_be_a_link_to_itself(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "runs").symlink_to("runs")
     monkeypatch.chdir(tmp_path)
     line = "--model.hf_path m --data.registry.d.annotations a.json --data.datasets d"
-    with pytest.raises(UserError, match="log.dir: found .*runs.* .too many levels of symbolic links"):
+    with pytest.raises(UserError, match="log.dir: found .*runs.* .too many levels"):
         load_config(line.split())
 
 
 def test_logs_are_in_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"log\.dir .*separate from checkpoint\.dir .*step-00000001 is reserved there"):
+    with pytest.raises(UserError, match=r"log\.dir .*separate from checkpoint\.dir .*step-00000001"):
         config(tmp_path, f"--log.dir {tmp_path}/runs/checkpoints/step-00000001/log")

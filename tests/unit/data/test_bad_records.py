@@ -27,8 +27,7 @@ from megatron_hetero.models.items import video_files
 from megatron_hetero.models.items.image_files import load_picture
 from megatron_hetero.models.items.types import Item
 from megatron_hetero.train.held_out import HeldOutEvaluation
-from tests.functional.train.test_gradients import write_long
-from tests.support.folders import write_data
+from tests.support.folders import write_data, write_long
 from tests.support.ranks import on_ranks
 from tests.support.runs import MakeFlags, build, error_of, stored
 from tests.support.videos import noise, write_video

@@ -14,26 +14,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from megatron_hetero.data import balance
 from megatron_hetero.data.balance import assign, assign_in_order, idle_share
-from megatron_hetero.models.families.qwen2_5_vl.shapes import VisionShape
 from megatron_hetero.models.items.pictures import ImageSize
+from tests.support.shapes import VISION_7B
 
 REPLICAS = 8
 SEEDS = range(200)
-SHAPE = VisionShape(
-    layers=32,
-    hidden=1280,
-    heads=16,
-    ffn=3420,
-    channels=3,
-    patch=14,
-    temporal_patch=2,
-    merge=2,
-    window=4,
-    full_layers=frozenset({7, 15, 23, 31}),
-    out_hidden=3584,
-    rope_theta=10000.0,
-)
-"""Published, of Qwen2.5-VL 7B."""
 some = settings(max_examples=200)
 costs_and_replicas = st.tuples(st.lists(st.floats(0, 1e12, allow_subnormal=False), max_size=30), st.integers(1, 8))
 
@@ -42,7 +27,7 @@ def web_costs(seed: int, images: int, max_pixels: int = 12_845_056) -> list[floa
     """Predicted flops of images of sizes as a web data set has them."""
     sides = np.random.default_rng(seed).lognormal(math.log(800), 0.6, (images, 2)).clip(200, 3500).astype(int)
     resized = [smart_resize(height, width, 28, 56 * 56, max_pixels) for height, width in sides.tolist()]
-    return [SHAPE.cost(ImageSize(1, height // 14, width // 14)) for height, width in resized]
+    return [VISION_7B.cost(ImageSize(1, height // 14, width // 14)) for height, width in resized]
 
 
 def loads_of(costs: list[float] | list[int], assigned: list[list[int]]) -> list[float]:

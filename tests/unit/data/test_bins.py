@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_hetero.data.balance import UNLIMITED, fill_bins, into_rounds
 from megatron_hetero.models.items.pictures import ImageSize
-from tests.unit.data.test_balance import SHAPE
+from tests.support.shapes import VISION_7B
 
 BUDGET = 8192
 some = settings(max_examples=80)
@@ -95,7 +95,7 @@ def like_llava(seed: int, samples: int) -> tuple[np.ndarray, np.ndarray]:
     generator = np.random.default_rng(seed)
     text = np.exp(generator.normal(np.log(350), 0.7, samples)).astype(int).clip(16, 4096)
     rows = generator.integers(400, 2001, samples) * (generator.random(samples) < 0.85)
-    costs = [int(SHAPE.cost(ImageSize(1, 2, 2 * n))) >> 20 for n in rows.tolist()]
+    costs = [int(VISION_7B.cost(ImageSize(1, 2, 2 * n))) >> 20 for n in rows.tolist()]
     return (text + rows)[:, None].astype(np.int64), np.array(costs, np.int64)
 
 

@@ -125,7 +125,7 @@ def test_data_sets_without_good_records_or_items(config_file: Path, capsys: pyte
     output = _printed(config_file, capsys, "--statistics")
     assert _rows(output)["shapes"] == ["5", "5 (100.0 %)", "0", "0"]
     assert len(_rows(output)["held"]) == 10 and "items" not in output
-    assert "5 bad records of shapes, the first 3:" in output
+    assert "5 bad records of shapes" in output
 
 
 def test_samples_are_printed_too_if_asked_for(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,54 +24,10 @@ from megatron_hetero.data.records import Dataset, Reading
 from megatron_hetero.data.sources import energon, patterns
 from megatron_hetero.data.sources.energon import EnergonTars, Shard, open_energon
 from megatron_hetero.data.sources.formats import Columns
-from megatron_hetero.data.sources.tar_headers import tar_members
 from megatron_hetero.data.sources.tars import TarFiles
 from megatron_hetero.data.validation import item_fields
-from tests.unit.data.test_tars import pack
-
-SHARDS = {
-    f"tars/s{shard}.tar": [(f"x/k{shard}{k}.{part}", f"{part} {shard}{k}") for k in range(3) for part in ("JPG", "txt")]
-    for shard in range(3)
-}
-CAPTIONS = {"sample_type": {"__module__": "megatron.energon", "__class__": "CaptioningSample"},
-            "field_map": {"image": "JPG", "caption": "txt"}}  # fmt: skip
-SPLIT = {"split_parts": {"train": ["tars/s{0..1}.tar"], "val": ["tars/s2.tar"], "test": []}, "exclude": []}
-
-
-def prepare(folder: Path, shards: Mapping[str, Any] = SHARDS, dataset: Any = CAPTIONS, split: Any = SPLIT) -> Path:
-    """Write a folder as `energon prepare` does."""
-    meta = folder / ".nv-meta"
-    meta.mkdir(parents=True)
-    database = sqlite3.connect(meta / "index.sqlite")
-    database.execute(
-        "CREATE TABLE samples (tar_file_id INTEGER NOT NULL, sample_key TEXT NOT NULL UNIQUE, "
-        "sample_index INTEGER NOT NULL, byte_offset INTEGER, byte_size INTEGER)"
-    )
-    database.execute(
-        "CREATE TABLE sample_parts (tar_file_id INTEGER, sample_index INTEGER, part_name TEXT, "
-        "content_byte_offset INTEGER, content_byte_size INTEGER)"
-    )
-    counts = {}
-    for number, (name, members) in enumerate(shards.items()):
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(pack(members, mtime=1.5))
-        keys: list[bytes] = []
-        for key, part, start, size in tar_members(StoredFile(str(path)), path.stat().st_size):
-            if key not in keys:
-                keys.append(key)
-                row = (number, key.decode(), len(keys) - 1, start - 512, 0)
-                database.execute("INSERT INTO samples VALUES (?, ?, ?, ?, ?)", row)
-            row = (number, len(keys) - 1, part.decode(), start, size)
-            database.execute("INSERT INTO sample_parts VALUES (?, ?, ?, ?, ?)", row)
-        counts[name] = len(keys)
-    database.commit()
-    database.close()
-    # JSON is YAML, too.
-    (meta / ".info.json").write_text(json.dumps({"energon_version": "7.4.1", "shard_counts": counts}))
-    (meta / "split.yaml").write_text(json.dumps(split))
-    (meta / "dataset.yaml").write_text(json.dumps(dataset))
-    return folder
+from tests.support.energon import SHARDS, SPLIT, prepare
+from tests.support.formats import pack
 
 
 def opened(folder: Path | str, **entry: Any) -> Dataset:
@@ -141,7 +97,7 @@ def test_what_is_excluded(tmp_path: Path, indexed: bool) -> None:
         (meta / "index.sqlite").unlink()
     assert [text for _, text, _ in shown(opened(tmp_path))] == ["txt 11"]
     (meta / "split.yaml").write_text(json.dumps(SPLIT | {"exclude": ["tars/s1.tar/1"]}))
-    with pytest.raises(UserError, match=r"s1.tar: it does not have all of its excluded samples \(1\)"):
+    with pytest.raises(UserError, match=r"s1.tar: .*excluded samples \(1\)"):
         opened(tmp_path)
 
 
@@ -213,18 +169,18 @@ def test_the_mapping_of_a_folder(tmp_path: Path) -> None:
 
 BAD_MAPS = {
     "code": (described("VQASample", None, sample_loader="loader.py:load", part_filter="loader.py:part"),
-             "sample_loader: found 'loader.py:load', expected a field_map, because code of data is never run. "
-             "Set data.registry.d.fields"),
+             "sample_loader: found 'loader.py:load', expected a field_map, .*"
+             "data.registry.d.fields"),
     "pickle": (described("ChatMLWebdataset", {"imgs": "jpgs", "conversation": "json"}),
-               "field_map.imgs: part 'jpgs' is never loaded, because it is a pickle.*Pack each picture"),
+               "field_map.imgs: part 'jpgs' .*pickle"),
     "path": (described("VQASample", {"image": "jpg["}), "field_map.image: found 'jpg\\[', expected PART or PART"),
     "no path": (described("VQASample", {"image": ["jpg"]}), "field_map.image: found \"\\['jpg'\\]\""),
-    "no map": (described("VQASample", None), "field_map: found null, expected a mapping"),
+    "no map": (described("VQASample", None), "field_map: found null, "),
     "missing": (described("VQASample", {"image": "png,json[x]", "context": "txt"}),
-                "k: field 'image': found nothing at png or json.x, expected the place in field_map, .* with txt"),
+                "k: field 'image': found nothing at png or json.x, .*field_map, .* with txt"),
     "no turns": (described("ChatMLSample", {"conversation": "txt"}), "k: field 'conversation': found broken JSON"),
-    "one turn": (described("ChatMLSample", {"conversation": "cls"}), "'conversation': found a number, expected a list"),
-    "a list": ([], "dataset.yaml: found a list, expected a mapping"),
+    "one turn": (described("ChatMLSample", {"conversation": "cls"}), "'conversation': found a number, "),
+    "a list": ([], "dataset.yaml: found a list, "),
 }  # fmt: skip
 
 
@@ -278,8 +234,8 @@ BROKEN = {
     "a folder": (lambda f: [(f / ".nv-meta" / "split.yaml").unlink(), (f / ".nv-meta" / "split.yaml").mkdir()],
                  r"split\.yaml: cannot be read \(is a directory\)"),
     "no JSON": (meta_file(".info.json", "{"), r"\.info\.json: malformed \(JSONDecodeError"),
-    "no counts": (meta_file(".info.json", "{}"), r"\.info\.json: shard_counts: found null, expected a mapping"),
-    "odd counts": (meta_file(".info.json", '{"shard_counts": {"a": "3"}}'), "'a': found a string, expected a number"),
+    "no counts": (meta_file(".info.json", "{}"), r"\.info\.json: shard_counts: found null, "),
+    "odd counts": (meta_file(".info.json", '{"shard_counts": {"a": "3"}}'), "'a': found a string, "),
     "another count": (meta_file(".info.json", '{"shard_counts": {"tars/s0.tar": 3, "tars/s1.tar": 4}}'),
                       "s1.tar: found 3 samples, expected 4, because `.info.json`"),
     "unknown tar": (in_split(split_parts={"train": ["tars/s9.tar"]}), "does not have 'tars/s9.tar' of split 'train'"),
@@ -292,12 +248,12 @@ BROKEN = {
     "objects": (meta_file("split.yaml", "!!python/object/apply:os.getcwd []"), "malformed .*python/object"),
     "deep": (meta_file("split.yaml", "[" * 99_999), "malformed"),
     "no parts": (meta_file("split.yaml", "{}"), "split_parts: found null"),
-    "no list": (in_split(split_parts={"train": "tars/s0.tar"}), "train: found a string, expected a list of names"),
-    "odd list": (in_split(split_parts={"train": [["x"]]}), "train: found a list, expected a list of names"),
-    "a store": (in_split(split_parts={"train": ["s3://b/{a,b}*"]}), "expected names of tars inside the folder"),
+    "no list": (in_split(split_parts={"train": "tars/s0.tar"}), "train: found a string, "),
+    "odd list": (in_split(split_parts={"train": [["x"]]}), "train: found a list, "),
+    "a store": (in_split(split_parts={"train": ["s3://b/{a,b}*"]}), "found 's3://b/"),
     "braces": (in_split(split_parts={"train": ["tars/s{3..1}.tar"]}), "train: .*ascending range"),
-    "outside": (in_split(split_parts={"train": ["../a.tar"]}), r"found '\.\./a\.tar', expected names of tars inside"),
-    "absolute": (in_split(split_parts={"train": ["/a.tar"]}), "found '/a.tar', expected names of tars inside"),
+    "outside": (in_split(split_parts={"train": ["../a.tar"]}), r"found '\.\./a\.tar', "),
+    "absolute": (in_split(split_parts={"train": ["/a.tar"]}), "found '/a.tar', "),
     "twice": (in_split(split_parts={"train": ["tars/s0.tar"] * 2}), "'tars/s0.tar' given twice"),
     "all excluded": (in_split(exclude=["tars/s{0,1}.tar"]), "all tars of split 'train' are excluded"),
     "no tar": (lambda f: (f / "tars" / "s1.tar").unlink(), r"tars/s1\.tar: no such file"),
@@ -315,7 +271,7 @@ BROKEN = {
                                    "UPDATE sqlite_master SET name = CAST(X'ff' AS TEXT) WHERE name = 'i'"),
                           r"index\.sqlite: cannot be read \(UnicodeDecodeError"),
     "a view": (in_index("DROP TABLE sample_parts", f"CREATE VIEW sample_parts AS {ENDLESS}"),
-               "found 'CREATE VIEW .*, expected a plain table, without computed columns"),
+               "found 'CREATE VIEW .*, expected a plain table"),
     "a view as a table": (in_index("PRAGMA writable_schema = ON", "UPDATE sqlite_master SET sql = 'CREATE VIEW "
                                    f"sample_parts AS {ENDLESS}' WHERE name = 'sample_parts'"),
                           r"index\.sqlite: cannot be read \(DatabaseError: malformed"),
@@ -323,9 +279,9 @@ BROKEN = {
                                  "rtree(sample_index, tar_file_id, content_byte_size, part_name, content_byte_offset)"),
                         "found 'CREATE VIRTUAL TABLE .*, expected a plain table"),
     "a generated key": (in_index(*samples_with("sample_key AS (printf('%.*c', 300000000, 'x')),")),
-                        "expected a plain table, without computed columns"),
+                        "expected a plain table"),
     "a stored key": (in_index(*samples_with("sample_key AS (printf('k%i', sample_index)) STORED,")),
-                     "expected a plain table, without computed columns"),
+                     "expected a plain table"),
     "a long key": (in_index("UPDATE samples SET sample_key = printf('%.*c', 5000, 'x') WHERE sample_index = 0 "
                             "AND tar_file_id = 0"), r"cannot be read \(DataError: string or blob too big"),
     "a key that no tar has room for": (in_index("UPDATE samples SET sample_key = printf('%.*c', 3000, 'x') WHERE "
@@ -335,7 +291,7 @@ BROKEN = {
                       "part 'txt': not what index.sqlite"),
     "rows for none": (in_index(*samples_with("sample_key,"), f"INSERT INTO samples {ROWS.format('x')}",
                                f"INSERT INTO sample_parts SELECT 0, -x, 'txt', 512, 9 FROM ({NUMBERS})"),
-                      r"index\.sqlite: cannot be read \(more steps than tables of this size need\)"),
+                      r"index\.sqlite: cannot be read \(more steps"),
     "another order": (in_index("CREATE INDEX idx_sample_parts_seq ON sample_parts (tar_file_id, part_name)"),
                       "not what index.sqlite"),
     "null": (in_index("UPDATE sample_parts SET part_name = NULL"), "found a string, null, a number, a number"),
@@ -428,7 +384,7 @@ def test_names_are_literal_but_for_braces(tmp_path: Path) -> None:
     shards = {name: [(f"{key}.txt", key) for key in own] for name, own in keys.items()}
     exclude = ["a*.tar/k*{,}", "b[0].tar/l[1]", "b[0].tar/*", "c?.tar/m::", "d::x.tar/n{", "{*,?}.tar", "a.tar/k"]
     split = {"split_parts": {"train": ["a*.tar", "{b[0],c?}.tar", "d::x.tar"]}, "exclude": exclude}
-    with pytest.raises(UserError, match=r"b\[0\].tar: it does not have all of its excluded samples \(\*, l\[1\]\)"):
+    with pytest.raises(UserError, match=r"b\[0\].tar: .*excluded samples \(\*, l\[1\]\)"):
         opened(prepare(tmp_path / "a", shards, {"__class__": "CrudeWebdataset"}, split))
     exclude.remove("b[0].tar/*")
     data = opened(prepare(tmp_path / "b", shards, {"__class__": "CrudeWebdataset"}, split))
@@ -445,15 +401,13 @@ def test_names_are_limited_together(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_other_folders(tmp_path: Path) -> None:
     (tmp_path / "blend.yaml").touch()
     for files, message in (
-        (tmp_path, "d.files: .* is not a folder that Energon has prepared, with .nv-meta in it. Run `energon prepare`"),
-        (tmp_path / "blend.yaml", "Add the folders of a metadataset to data.registry, and mix them by data.datasets"),
-        ("s3://bucket/folder", "s3://bucket/folder is not a folder that Energon has prepared"),
+        (tmp_path, "d.files: .*nv-meta.*`energon prepare`"),
+        (tmp_path / "blend.yaml", "metadataset .*data.registry.*data.datasets"),
+        ("s3://bucket/folder", "s3://bucket/folder is not a folder"),
     ):
         with pytest.raises(UserError, match=message):
             opened(files)
-    with pytest.raises(
-        UserError, match=r"^data.registry.d.split: found 'test', expected a split with tars, of train, val"
-    ):
+    with pytest.raises(UserError, match=r"^data.registry.d.split: found 'test', .* of train, val"):
         opened(prepare(tmp_path), split="test")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from megatron_hetero.models.items.types import Block, Header, Item, ItemTokens, 
 from tests.support import runs as jobs
 from tests.support.folders import write_data
 from tests.support.items import annotated, item_of
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 from tests.support.runs import MakeFlags
 
 PICTURES = QWEN2_5_VL.items[0]
@@ -113,7 +113,6 @@ def as_clips(data: Path) -> Path:
     return target
 
 
-Pools = Callable[[int], Pool]
 COUNTS = (3, 2, 0, 1)
 """Pictures of each sample: a picture and a clip, a clip, text alone, a picture."""
 
@@ -172,7 +171,7 @@ def test_tokens_positions_and_metadata_are_those_of_the_pieces(data: tuple[Path,
 
 
 def test_without_such_a_type_its_records_are_refused(data: tuple[Path, Path]) -> None:
-    with pytest.raises(UserError, match="field 'video': a video or <video>, but the model does not support videos"):
+    with pytest.raises(UserError, match="field 'video': .*does not support videos"):
         annotated("d", data[1], data[1].parent / "images")
 
 

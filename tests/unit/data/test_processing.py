@@ -442,7 +442,7 @@ def test_calls_of_tools_are_answers(thinking: Any, rounds: int) -> None:
 def test_a_thought_is_opened_once(thinking: Any) -> None:
     """A template that takes thoughts from `reasoning_content` alone opens an empty one before that in the text."""
     thinking.chat_template = THINKING.replace("elif '</think>' in content", "elif false")
-    with pytest.raises(UserError, match="opens a thought before that of turn 2.*`reasoning_content`"):
+    with pytest.raises(UserError, match="a thought .*turn 2.*`reasoning_content`"):
         chat.render(thinking, thoughtful(Turn("assistant", "<think>\nRound.\n</think>\n\nA disc.")))
     answer = Turn("assistant", "A disc.", further={"reasoning_content": "Round."})
     assert supervised_runs(thinking, thoughtful(answer)) == ["Round.\n</think>\n\nA disc.<|im_end|>"]
@@ -456,7 +456,7 @@ def test_a_thought_is_opened_once(thinking: Any) -> None:
         (
             {},
             (TOOL,),
-            "does not render `tools`.*Remove it, or use the template of a model that supports it",
+            "does not render `tools`.*Remove it",
         ),
     ],
 )
@@ -500,7 +500,7 @@ def test_the_last_answer_follows_the_generation_prompt(processor: Processor, mak
     tokenizer.chat_template = FITTING["marked"].replace(
         "assistant\\n' }}", "assistant\\n<think>\\n\\n</think>\\n\\n' }}"
     )
-    with pytest.raises(UserError, match="does not render turn 2 after its generation prompt.*Let the template write"):
+    with pytest.raises(UserError, match="turn 2 after its generation prompt.*Let the template"):
         chat.render(tokenizer, make_record("What?", "A disc."))
 
 
@@ -552,7 +552,7 @@ def test_the_cost_of_turns_is_linear(processor: Processor, make_record: MakeReco
     tokenizer.chat_template = ROUNDS
     assert len(chat.render(tokenizer, make_record(*["What?", "A disc."] * (chat.MAX_TURNS // 2)))) == 513
     rendered.clear()
-    with pytest.raises(UserError, match=r"^train\.jsonl:1: found 4000 turns, expected at most 512, because the"):
+    with pytest.raises(UserError, match=r"^train\.jsonl:1: found 4000 turns, expected at most 512"):
         chat.render(tokenizer, record)
     assert sum(rendered) < 20 * 4000
 
@@ -570,7 +570,7 @@ def test_templates_that_change_answers_or_prompts_are_refused(
 def test_a_chat_template_of_absurd_length_is_named(model_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "model")
     (folder / "chat_template.jinja").write_text("x" * 300_000)
-    with pytest.raises(UserError, match="found a chat template of 300000 characters, expected at most 262144"):
+    with pytest.raises(UserError, match="chat template of 300000 characters, expected at most 262144"):
         Processor.from_folder(folder)
 
 
@@ -592,13 +592,13 @@ def test_broken_files_are_named(model_folder: Path, tmp_path: Path, name: str) -
     with pytest.raises(UserError, match=rf"^{re.escape(str(folder / name))}:\d+: found broken JSON"):
         Processor.from_folder(folder)
     (folder / name).write_text("[1]")
-    with pytest.raises(UserError, match=rf"^{re.escape(str(folder / name))}: found \[1\] in place of an object"):
+    with pytest.raises(UserError, match=rf"^{re.escape(str(folder / name))}: found \[1\] "):
         Processor.from_folder(folder)
 
 
 MISFITS = {
     "config.json": ({"model_type": "qwen2"}, "model_type 'qwen2'"),
-    "config.json ": ({"image_token_id": 5}, r"token <\|image_pad\|> with id \d+ in the tokenizer, expected id 5"),
+    "config.json ": ({"image_token_id": 5}, r"token <\|image_pad\|> with id \d+ .*expected id 5"),
     "config.json  ": ({"model_type": "none_such"}, "model_type 'none_such', expected 'qwen2_5_vl'"),
     "preprocessor_config.json": ({"patch_size": 16}, "patch_size 16, expected 14"),
     "preprocessor_config.json ": (

@@ -193,7 +193,7 @@ def test_frames_without_times(folder: Path) -> None:
         frames.append(folder / f"images/f{k}.png")
     film, read = item_of(frames[0], frames=frames), reader(folder)
     if read.timestamps:
-        with pytest.raises(UserError, match="d:1: field 'video': a list of frames without times.*'fps'.*'times'"):
+        with pytest.raises(UserError, match="d:1: field 'video': .*'fps'.*'times'"):
             read.size(film)
     else:
         assert read.size(film).times[1] <= 4 / 24
@@ -307,7 +307,7 @@ def test_forms_of_the_field() -> None:
         ({"video": "a.mp4", "fps": 10**400}, "field 'fps'"),
         ({"video": "a.mp4", "fps": 1e-320}, "field 'fps'"),
         ({"video": "a.mp4", "video_start": float("nan")}, "field 'video_start'"),
-        ({"video": [["a.mp4", "b.mp4"]]}, r"field 'video'\[0\]: found .* expected the frames of one video"),
+        ({"video": [["a.mp4", "b.mp4"]]}, r"field 'video'\[0\]: found .* frames of one video"),
         ({"video": "a.mp4", "fps": [1, 2]}, "field 'fps'"),
         ({"video": "a.mp4", "video_start": -1}, "field 'video_start'"),
         ({"video": "a.mp4", "video_end": "3"}, "field 'video_end'"),

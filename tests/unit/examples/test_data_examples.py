@@ -13,9 +13,10 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
+from benchmarks.measuring.energon import write_energon_index
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.data.mixture import Mixture
-from tests.support.formats import write_energon_index, write_members
+from tests.support.formats import write_members
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "data"
 TURNS = [{"from": "human", "value": "<image>Why?"}, {"from": "gpt", "value": "So."}]

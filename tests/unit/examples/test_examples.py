@@ -20,7 +20,7 @@ from megatron_hetero.layout.modules import resolve
 from megatron_hetero.models.registry import FAMILIES
 from megatron_hetero.models.shapes import ModelShapes, item_types
 from tests.support.shapes import parameter_count, shapes_of_folder
-from tests.unit.examples.test_lora_examples import WITH_ADAPTERS
+from tests.unit.examples.lists import WITH_ADAPTERS
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 RANKS = {

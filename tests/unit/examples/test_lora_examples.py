@@ -12,12 +12,9 @@ from megatron_hetero.config.schema import load_config
 from megatron_hetero.estimate.estimate import KINDS, Estimate
 from megatron_hetero.estimate.problems import problems_of
 from megatron_hetero.layout.names import TEXT
+from tests.unit.examples.lists import WITH_ADAPTERS
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-WITH_ADAPTERS = {
-    "qwen2_5_vl_7b_lora": 1, "qwen2_5_vl_32b_lora": 2, "qwen3_vl_30b_a3b_lora": 4, "qwen3_5_27b_lora": 2,
-}  # fmt: skip
-"""What each example is for, in ranks."""
 NUMBERS = {1: "one GPU", 2: "two GPUs", 4: "four GPUs"}
 
 

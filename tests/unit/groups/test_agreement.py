@@ -34,10 +34,10 @@ def test_equal_facts_agree_in_any_order() -> None:
 
 
 def test_the_message_names_the_first_fact_two_values_and_ranks() -> None:
-    message = "a run: optimizer.lr: found 0.1 on rank 0 and 0.2 on rank 2, expected the same on all ranks. Start again."
     with pytest.raises(SharedError) as caught:
         compare({**FACTS}, {**FACTS}, FACTS | {"optimizer.lr": "0.2", "model.hf_path": "/other"})
-    assert str(caught.value) == message
+    assert str(caught.value).startswith("a run: optimizer.lr: found 0.1 on rank 0 and 0.2 on rank 2, ")
+    assert str(caught.value).endswith("Start again.") and "model.hf_path" not in str(caught.value)
     with pytest.raises(UserError, match=f"found {'x' * 120}... on rank 0 and y on rank 1"):
         compare({"a": "x" * 1000}, {"a": "y"})
 

@@ -180,7 +180,7 @@ def test_a_group_that_this_rank_lacks_is_explained() -> None:
     mine, other = ("vision", "text") if topology.rank < 2 else ("text", "vision")
     with pytest.raises(KeyError, match=rf"rank {topology.rank} is not in `{other}`, whose ranks are \d-\d"):
         topology.group(other, "tp")
-    with pytest.raises(KeyError, match=f"no group of the first and the last stage of `{mine}`"):
+    with pytest.raises(KeyError, match=f"no group .* stage of `{mine}`"):
         topology.group(mine, *ENDS)
 
 

@@ -29,6 +29,7 @@ from megatron_hetero.hf.model_files import INDEX, SINGLE, folder_writer, plan_sh
 from megatron_hetero.models.families.common import canonical_name
 from megatron_hetero.models.weights import stored_shapes
 from tests.support.folders import ModelChoice, write_model
+from tests.support.locks import HOLD
 from tests.support.shapes import shapes_of_folder
 
 
@@ -123,16 +124,6 @@ def test_an_earlier_export_is_replaced_whole(model: Path, tmp_path: Path) -> Non
     assert [path.name for path in target.glob("*.safetensors")] == [SINGLE] and not (target / INDEX).exists()
 
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from megatron_hetero.base.lock import Lock
-held = Lock.take(Path(sys.argv[1]), "", "", mixed="", fix="")
-print("held", flush=True)
-time.sleep(60)
-"""
-
-
 def test_two_exports_do_not_mix(model: Path, tmp_path: Path) -> None:
     target = tmp_path / "export"
     write(model, target)
@@ -143,7 +134,7 @@ def test_two_exports_do_not_mix(model: Path, tmp_path: Path) -> None:
     mark(others)
     with subprocess.Popen([sys.executable, "-c", HOLD, lock_of(target)], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
-        who = rf"export: in use by another export \(process {other.pid} on .*export\.hf_dir"
+        who = rf"export: in use .*\(process {other.pid} on .*export\.hf_dir"
         with pytest.raises(UserError, match=who):
             write(model, target, torch.bfloat16)
         other.kill()
@@ -156,7 +147,7 @@ def test_two_exports_do_not_mix(model: Path, tmp_path: Path) -> None:
 def test_a_lock_that_is_removed_is_nobodys(tmp_path: Path) -> None:
     """Two that have opened it before it was removed do not both have it."""
     path = tmp_path / "lock"
-    said = "a folder: in use by another run .unknown process., because steps would mix"
+    said = "a folder: in use .*unknown process.*steps"
     removed = mock.patch.object(file_lock.fcntl, "lockf", side_effect=lambda *_: path.unlink())
     with removed, pytest.raises(UserError, match=said):
         file_lock.Lock.take(path, "a folder", "run", mixed="steps", fix="wait for it")
@@ -166,9 +157,7 @@ def test_a_lock_that_is_removed_is_nobodys(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not os.path.ismount("/proc"), reason="needs a mount point")
 def test_a_mount_point_cannot_be_replaced() -> None:
-    with pytest.raises(
-        UserError, match=r"/proc: found a mount point, .* such as /proc/model \(of a run export\.hf_dir"
-    ):
+    with pytest.raises(UserError, match=r"/proc: found a mount point, .* /proc/model .*export\.hf_dir"):
         require_writable(Path("/proc"))
 
 
@@ -185,7 +174,7 @@ def not_a_model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def test_what_is_not_a_model_is_not_replaced(not_a_model: Path, model: Path) -> None:
     for attempt in (lambda: require_writable(not_a_model), lambda: write(model, not_a_model)):
-        with pytest.raises(UserError, match=r"precious: found something that is not an exported model.*hf_dir"):
+        with pytest.raises(UserError, match=r"precious: found .*not an exported model.*hf_dir"):
             attempt()
     content = not_a_model if not_a_model.is_file() else not_a_model / "thesis.txt"
     assert content.read_text() == "thesis"
@@ -209,9 +198,7 @@ def test_an_export_with_something_else_in_it_is_not_replaced(name: str, model: P
         (target / SINGLE).unlink()
     put_file(target, name)
     for attempt in (lambda: require_writable(target), lambda: write(model, target)):
-        with pytest.raises(
-            UserError, match=r"precious: found (\S+), which is not as the export left it.*export\.hf_dir"
-        ) as error:
+        with pytest.raises(UserError, match=r"precious: found (\S+), .*export\.hf_dir") as error:
             attempt()
         assert str(error.value).split("found ")[1].split(",")[0] == name
     assert (target / name).read_text() == "thesis"
@@ -219,7 +206,7 @@ def test_an_export_with_something_else_in_it_is_not_replaced(name: str, model: P
 
 def only_a_configuration(model: Path, target: Path) -> str:
     put_file(target, "config.json")
-    return "something that is not an exported model (config.json, and no"
+    return "not an exported model (config.json, and no"
 
 
 def another_model(model: Path, target: Path) -> str:
@@ -242,7 +229,7 @@ def a_broken_mark(model: Path, target: Path) -> str:
 def an_export_that_was_saved_over(model: Path, target: Path) -> str:
     write(model, target)
     save_file(load_file(target / SINGLE) | {"more": torch.zeros(3)}, target / SINGLE)
-    return f"{SINGLE}, which is not as the export left it"
+    return f"found {SINGLE}, "
 
 
 @pytest.mark.parametrize(
@@ -321,11 +308,11 @@ def test_what_a_killed_export_left_is_removed(model: Path, tmp_path: Path) -> No
 def test_links_are_not_replaced(model: Path, tmp_path: Path) -> None:
     write(model, tmp_path / "export")
     (tmp_path / "link").symlink_to(tmp_path / "export")
-    with pytest.raises(UserError, match=r"link: found something that is not an exported model \(a link\)"):
+    with pytest.raises(UserError, match=r"link: found .*\(a link\)"):
         write(model, tmp_path / "link")
     (tmp_path / "export/tokenizer.json").unlink()
     (tmp_path / "export/tokenizer.json").symlink_to(model / "tokenizer.json")
-    with pytest.raises(UserError, match=r"export: found tokenizer\.json, which is not as the export left it"):
+    with pytest.raises(UserError, match=r"export: found tokenizer\.json, "):
         write(model, tmp_path / "export")
 
 
@@ -344,7 +331,7 @@ def test_what_an_export_writes_can_be_replaced(model: Path, tmp_path: Path) -> N
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for target in (tmp_path / "file" / "export", tmp_path / "file" / "deep" / "export"):
-        with pytest.raises(UserError, match=r"export: found a folder that cannot be written .*export\.hf_dir"):
+        with pytest.raises(UserError, match=r"export: found a folder .*export\.hf_dir"):
             require_writable(target)
 
 

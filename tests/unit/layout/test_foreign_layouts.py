@@ -39,12 +39,12 @@ def test_grids(shape: list[int], names: list[str], offset: int, expected: str, m
         (
             [2, 2],
             ["dp", "tp"],
-            r"along tp:2, dp:2, the last fastest, expected ascending ranks along dp, tp, because",
+            r"along tp:2, dp:2, .*expected ascending ranks along dp, tp",
         ),
         (
             [2, 2],
             ["tp", "ep"],
-            r"found dimension `ep` of size 2, expected one of tp, sp, cp, dp, pp\. Pass .* as `experts=`",
+            r"found dimension `ep` of size 2, expected one of tp, sp, cp, dp, pp\. .*`experts=`",
         ),
     ],
 )
@@ -82,12 +82,12 @@ def test_a_second_grid_for_experts(
 @pytest.mark.parametrize(
     ("shape", "names", "offset", "message"),
     [
-        ([4, 2], ["ep", "pp"], 8, "found pp:2 over ranks 8-15, expected pp:2 over ranks 0-7, .* over the same ranks"),
+        ([4, 2], ["ep", "pp"], 8, "found pp:2 over ranks 8-15, expected pp:2 over ranks 0-7"),
         ([2, 4], ["ep", "pp"], 0, "found pp:4 over ranks 0-7, expected pp:2 over ranks 0-7"),
         ([2, 2], ["ep", "pp"], 0, "found pp:2 over ranks 0-3, expected pp:2 over ranks 0-7"),
-        ([2, 2, 2], ["edp", "ep", "pp"], 0, "expected ascending .* along pp, edp, ep, because .* along ep, edp and pp"),
-        ([2, 2, 2], ["expt_tp", "ep", "pp"], 0, "`expt_tp` of size 2, expected one of ep, edp, pp, .* Use `ep` instea"),
-        ([2, 2, 2], ["tp", "ep", "pp"], 0, "found dimension `tp` of size 2, .* tp ranks would repeat the exchange"),
+        ([2, 2, 2], ["edp", "ep", "pp"], 0, "expected ascending .* along pp, edp, ep, .* ep, edp and pp"),
+        ([2, 2, 2], ["expt_tp", "ep", "pp"], 0, "`expt_tp` of size 2, expected one of ep, edp, pp, .*`ep`"),
+        ([2, 2, 2], ["tp", "ep", "pp"], 0, "found dimension `tp` of size 2, "),
     ],
 )
 def test_grids_for_experts_that_do_not_fit(

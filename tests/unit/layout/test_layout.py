@@ -291,18 +291,17 @@ BY_LAYER = (
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("tp:2,sp:12", "axis sp): found attention of layers 3, 7, 11, 15, … has 16 heads, tp:2 and sp:12, "
-         "expected tp·sp to divide 16, because sequence-parallel attention exchanges tokens for whole heads. "
-         "Try `--text-parallel tp:2,sp:8,dp:3`"),
-        ("tp:16", "axis tp): found delta net of layers 0, 1, 2, 4, … has 24 value heads and tp:16, expected tp to "
-         "divide 24, because each tensor-parallel rank computes whole value heads. Try `--text-parallel tp:8,dp:6`"),
+        ("tp:2,sp:12", ["axis sp): found attention of layers 3, 7, 11, 15, … has 16 heads, tp:2 and sp:12",
+                        "expected tp·sp to divide 16", "Try `--text-parallel tp:2,sp:8,dp:3`"]),
+        ("tp:16", ["axis tp): found delta net of layers 0, 1, 2, 4, … has 24 value heads and tp:16",
+                   "expected tp to divide 24", "Try `--text-parallel tp:8,dp:6`"]),
     ],
 )  # fmt: skip
-def test_the_kind_of_layer_that_a_layout_does_not_suit_is_named(text: str, found: str) -> None:
+def test_the_kind_of_layer_that_a_layout_does_not_suit_is_named(text: str, found: list[str]) -> None:
     shape = ModuleShape("text", 16, 4, 2048, 20, "text", limits=BY_LAYER)
     with pytest.raises(UserError) as error:
         resolve({"text": text}, {"text": shape}, 48, flags=True)
-    assert found in str(error.value)
+    assert all(each in str(error.value) for each in found)
     assert resolve({"text": suggestion(error)[1]}, {"text": shape}, 48)
     only = ModuleShape("text", 16, 4, 2048, 20, "text", limits=BY_LAYER[1:])
     assert resolve({"text": "sp:48"}, {"text": only}, 48)["text"].sp == 48, "a kind without a limit on sp"
@@ -341,7 +340,7 @@ def test_following_the_suggestions_ends_at_a_legal_pair(
         ({"visoin": "sp:8"}, r"layout of `visoin`: found module `visoin` \(did you mean `vision`\?\), expected one of"),
         ({"text": "dp:9"}, r'Try `text="dp:8"`, or start 9 ranks\.$'),
         ({"vision": "sp:3"}, r'vision layout `sp:3`: .* Try `vision="sp:2,dp:4"`'),
-        ({"vision": "sp:4@0-3", "text": "tp:2@2-5"}, r'found no module that covers them.* try `text="tp:2,dp:3@2-7"`'),
+        ({"vision": "sp:4@0-3", "text": "tp:2@2-5"}, r'found no module .* try `text="tp:2,dp:3@2-7"`'),
     ],
 )
 def test_a_program_that_calls_the_library_is_told_no_flags(texts: dict[str, str], found: str) -> None:

@@ -20,7 +20,7 @@ from megatron_hetero.models.layers.compiled import NormWeights, require_compiler
 from megatron_hetero.models.layers.mlp import swiglu
 from megatron_hetero.models.layers.norms import LayerNorm, RMSNorm
 from megatron_hetero.models.layers.rotary import rotate, rotated_heads, split_heads
-from tests.unit.models.test_layers import norm_of, with_gradients
+from tests.unit.models.layers import norm_of, with_gradients
 
 
 def alike(function: Callable[..., Tensor], other: Callable[..., Tensor], *inputs: Tensor) -> None:

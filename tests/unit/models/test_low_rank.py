@@ -429,7 +429,7 @@ def test_targets_name_experts(targets: tuple[str, ...], layers: set[str], shapes
 
 @pytest.mark.parametrize("entry", ["shared_expert_gate", "mlp.gate", "lm_head", "experts.3.up_proj", "input_layernorm"])
 def test_what_is_no_linear_layer_is_refused_by_name(entry: str, shapes: Callable[..., ModelShapes]) -> None:
-    with pytest.raises(UserError, match=rf"{entry} is no linear layer that can have adapters"):
+    with pytest.raises(UserError, match=rf"{entry} is no linear layer"):
         shapes("qwen3_5_moe", r=2, targets=(entry,))
 
 

@@ -433,7 +433,7 @@ def test_refusals() -> None:
     layout, groups = topology.layouts["text"], topology.collection("text")
     with pytest.raises(UserError, match=r"found 6 delta net value heads and tp:4, expected tp to divide 6"):
         GatedDeltaNet(config_of(layout, (2, 6)), pg_collection=groups)
-    with pytest.raises(UserError, match=r"found 4 value heads, expected a multiple of the 3 key heads"):
+    with pytest.raises(UserError, match=r"found 4 value heads, .*the 3 key heads"):
         GatedDeltaNet(config_of(layout, (3, 4)), pg_collection=groups)
     with pytest.raises(UserError, match=r"found SimpleNamespace, .*Pass topology\.collection"):
         GatedDeltaNet(config_of(layout, (2, 4)), pg_collection=SimpleNamespace(tp=groups.tp, cp=groups.cp))
@@ -457,5 +457,5 @@ def test_copies_of_key_heads_in_a_wrapper_are_refused(wrapper: str) -> None:
     topology = topology_of("tp:2,dp:2")
     layer = GatedDeltaNet(config_of(topology.layouts["text"], (1, 2)), pg_collection=topology.collection("text"))
     wrapped = running.wrapped(layer, wrapper, topology)
-    with pytest.raises(UserError, match=r"net\.(conv_weight|in_proj\.weight): found heads of which several ranks"):
+    with pytest.raises(UserError, match=r"net\.(conv_weight|in_proj\.weight): found heads "):
         finish_gradients(topology, {"text": wrapped}, 1)

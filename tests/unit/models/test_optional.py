@@ -62,6 +62,11 @@ def test_versions(package: OptionalPackage, usable: list[str], not_usable: list[
         assert unusable(package, Status(version)).startswith(f"{version} is installed, and ")
 
 
+def assert_notices(chosen: str, *patterns: str) -> None:
+    notices = backend_notices(chosen, GPU)
+    assert len(notices) == len(patterns) and all(map(re.match, patterns, notices)), notices
+
+
 def test_what_is_installed_is_said_in_one_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
     founds = dict.fromkeys(PACKAGES, Status(None))
     monkeypatch.setattr(backend, "find", lambda package: founds[package])

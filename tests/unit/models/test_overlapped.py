@@ -29,8 +29,8 @@ from tests.support.folders import ModelChoice, write_model
 from tests.support.matrix import thinned
 from tests.support.pool import world
 from tests.support.ranks import on_ranks
+from tests.unit.models.choices import assert_equal, flags_of
 from tests.unit.models.steps import train
-from tests.unit.models.test_recompute import assert_equal, flags_of
 
 PARTS = [3, 0, 4, 1]
 
@@ -121,7 +121,7 @@ def test_layers_that_are_not_ours_are_refused() -> None:
         nn.Module.__init__(module)
         for name in ("linear_fc1", "linear_fc2", "linear_qkv", "linear_proj"):
             module.add_module(name, nn.Linear(1, 1))
-        with pytest.raises(TypeError, match=f"{kind.__name__} of Linear exchanges by itself"):
+        with pytest.raises(TypeError, match=f"{kind.__name__} of Linear exchanges"):
             overlap_exchanges(nn.Sequential(module), 2)
 
 

@@ -181,15 +181,15 @@ def test_what_says_the_same(edits: list[tuple[str, object]], folders: Path, tmp_
 
 
 REFUSED = {
-    "text_config.partial_rotary_factor": (1, "found 1, expected 0.25, because a quarter of each head is rotated"),
+    "text_config.partial_rotary_factor": (1, "found 1, expected 0.25"),
     "text_config.rope_parameters.partial_rotary_factor": (0.5, "found 0.5, expected 0.25"),
-    "text_config.attn_output_gate": (False, "found false, expected true or null, because the output of attention"),
+    "text_config.attn_output_gate": (False, "found false, expected true or null"),
     "text_config.output_gate_type": ("sigmoid", "found 'sigmoid', expected 'swish' or 'silu' or null"),
-    "text_config.mamba_ssm_dtype": ("bfloat16", "found 'bfloat16', expected 'float32' or null, because states"),
+    "text_config.mamba_ssm_dtype": ("bfloat16", "found 'bfloat16', expected 'float32' or null"),
     "text_config.mlp_only_layers": ([1], "found [1], expected [] or null"),
-    "text_config.attention_bias": (True, "found true, expected false or null, because queries, keys and values"),
+    "text_config.attention_bias": (True, "found true, expected false or null"),
     "text_config.attention_dropout": (0.1, "found 0.1, expected 0 or null"),
-    "text_config.full_attention_interval": (0, "found 0, expected a whole number above 0"),
+    "text_config.full_attention_interval": (0, "found 0, expected a whole number"),
     "text_config.hidden_act": ("gelu", "found text_config.hidden_act = 'gelu', expected 'silu'"),
     "text_config.layer_types": (["linear_attention"] * 3, "cannot be used (StrictDataclassClassV"),
     "text_config.linear_num_value_heads": (5, "linear_num_value_heads % linear_num_key_heads = 1, expected 0"),
@@ -199,12 +199,12 @@ REFUSED = {
     "text_config.num_key_value_heads": (3, "num_attention_heads % num_key_value_heads = 1, expected 0"),
     "text_config.head_dim": (36, "found text_config.head_dim % 8 = 4, expected 0"),
     "text_config.rope_parameters.mrope_section": ([2, 2, 1], "2 * sum of mrope_section = 10, expected 8"),
-    "text_config.rope_parameters.mrope_interleaved": (False, "found false, expected true, because height"),
+    "text_config.rope_parameters.mrope_interleaved": (False, "found false, expected true"),
     "text_config.rope_parameters.rope_type": ("yarn", "yarn"),
-    "vision_config.deepstack_visual_indexes": ([1], "found [1], expected [], because the language model takes rows"),
+    "vision_config.deepstack_visual_indexes": ([1], "found [1], expected []"),
     "vision_config.hidden_act": ("silu", "found vision_config.hidden_act = 'silu', expected 'gelu_pytorch_tanh'"),
     "vision_config.num_position_embeddings": (37, "num_position_embeddings beyond a square = 1, expected 0"),
-    "quantization_config": ({"quant_method": "fp8"}, "because quantised weights cannot be trained"),
+    "quantization_config": ({"quant_method": "fp8"}, "quantised"),
 }
 
 
@@ -284,7 +284,7 @@ def test_an_exported_checkpoint_has_what_the_model_here_has_not(name: str, folde
     checkpoint = OpenCheckpoint.open(tmp_path / "checkpoints")
     for dtype, decay in (("stored", torch.float32), ("bfloat16", torch.bfloat16)):
         done = export_checkpoint(checkpoint, target, ModelSources(folder), dtype)
-        assert "mtp.fc.weight" in done.notice and "training does not update them" in done.notice
+        assert "mtp.fc.weight" in done.notice and "does not update" in done.notice
         written = names_in(target)
         assert written.keys() == source.keys() > AHEAD
         assert {written[each].dtype for each in decays} == {decay}
@@ -366,7 +366,7 @@ def test_deepstack_is_left_out_with_a_fresh_projector(text: str, folders: Path) 
     with pytest.raises(UserError) as error:
         ModelFolders.read(folders / text, folders / "older")
     message = str(error.value)
-    assert f"{folders}/older/config.json: found an encoder of Qwen3-VL whose projector has deepstack_mer" in message
+    assert f"{folders}/older/config.json: found an encoder of Qwen3-VL " in message and "deepstack_merger" in message
     assert "expected a projector of Qwen3.5" in message and "--model.fresh_projector true" in message
     found = ModelFolders.read(folders / text, folders / "older", fresh_projector=True)
     assert "deepstack_merger_list.0.linear_fc1.bias" in found.notice and "and 7 more" in found.notice
@@ -405,7 +405,7 @@ def test_language_models_that_take_no_such_encoder_are_named(folders: Path, tmp_
         ModelFolders.read(other, folders / "dense")
     message = str(error.value)
     assert "found model_type 'qwen2_5_vl', expected 'qwen3_vl' or 'qwen3' or" in message
-    assert "'qwen3_5_moe_text', because the encoder of model.hf_path_vision is Qwen3.5's" in message
+    assert "'qwen3_5_moe_text'" in message and "model.hf_path_vision" in message
 
 
 def test_further_encoders(folders: Path) -> None:
@@ -415,7 +415,7 @@ def test_further_encoders(folders: Path) -> None:
         want = canonical(folders / detail, KINDS[detail.partition("-")[0]])
         name = "visual.merger.linear_fc2.weight"
         assert torch.equal(weights.whole(f"detail.{name}"), want[name])
-    match = r"older/config\.json: found an encoder \(detail\) that gives deepstack\.0, deepstack\.1 in addition to rows"
+    match = r"older/config\.json: found an encoder \(detail\) .*deepstack\.0, deepstack\.1"
     with pytest.raises(UserError, match=match):
         ModelShapes.of(ModelFolders.read(folders / "dense"), {"detail": folders / "older"})
 

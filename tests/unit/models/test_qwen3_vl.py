@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,12 @@ from megatron_hetero.models.items.pictures import ImageSize
 from megatron_hetero.models.layers.recompute import How
 from tests.support.folders import ModelChoice, write_model
 from tests.support.oracle import stored_name
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 from tests.support.ranks import on_ranks
 from tests.support.shapes import shapes_of_folder
 from tests.support.stages import Case
 from tests.unit.models import qwen3_vl_stages
 
-Pools = Callable[[int], Pool]
 CHOICE = ModelChoice(
     family="qwen3_vl",
     vision_layers=4,

@@ -112,12 +112,12 @@ def test_shapes_are_those_of_the_folder(folders: Path) -> None:
     ("vision_config.num_position_embeddings", 37, "num_position_embeddings beyond a square = 1, expected 0"),
     ("vision_config.deepstack_visual_indexes", [0, 3], "deepstack_visual_indexes that no layer has = [3], expected []"),
     ("vision_config.deepstack_visual_indexes", [1, 0], "deepstack_visual_indexes = [1, 0], expected [0, 1]"),
-    ("vision_config.deepstack_visual_indexes", [0, 1, 2], "gives deepstack.2 in addition to rows"),
+    ("vision_config.deepstack_visual_indexes", [0, 1, 2], "deepstack.2 "),
     ("vision_config.out_hidden_size", 32, "found vision_config.out_hidden_size = 32, expected 48"),
-    ("text_config.attention_bias", True, "found true, expected false or null, because queries, keys and values"),
+    ("text_config.attention_bias", True, "found true, expected false or null"),
     ("text_config.head_dim", 18, "2 * sum of mrope_section = 16, expected 18"),
     ("text_config.head_dim", 15, "head_dim"),
-    ("text_config.rope_parameters.mrope_interleaved", False, "found false, expected true, because height"),
+    ("text_config.rope_parameters.mrope_interleaved", False, "found false, expected true"),
     ("text_config.rope_parameters.rope_type", "yarn", "yarn"),
     ("text_config.hidden_act", "gelu", "found text_config.hidden_act = 'gelu'"),
     ("text_config.attention_dropout", 0.1, "found 0.1, expected 0 or null"),
@@ -134,7 +134,7 @@ def test_refused(key: str, value: object, message: str, folders: Path, tmp_path:
 
 def test_outputs_that_no_language_model_takes_are_refused(folders: Path) -> None:
     further = {"detail": folders / "own"}
-    with pytest.raises(UserError, match=r"own/config\.json: found an encoder \(detail\) that gives deepstack\.0, deep"):
+    with pytest.raises(UserError, match=r"own/config\.json: found an encoder \(detail\) .*deepstack\.0, deep"):
         ModelShapes.of(ModelFolders.read(folders / "older"), further)
     shapes = ModelShapes.of(ModelFolders.read(folders / "own"), {"detail": folders / "older"})
     assert list(shapes.encoders["detail"].outputs) == ["rows"]

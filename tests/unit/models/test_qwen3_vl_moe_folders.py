@@ -196,7 +196,7 @@ REFUSED: dict[str, tuple[Edit, str]] = {
     ),
     "an unsupported type": (
         lambda name, t: {name: t.double() if name.startswith(EXPERTS) else t},
-        r"found 2 tensors of unsupported types: model\.layers\.0\.mlp\.experts\.down_proj is F64",
+        r"found 2 tensors .*: model\.layers\.0\.mlp\.experts\.down_proj is F64",
     ),
     "both forms": (
         lambda name, t: {name: t, **one_by_one(name, t.clone())} if name.startswith(EXPERTS) else {name: t},
@@ -232,7 +232,7 @@ def test_values_that_are_no_numbers_are_found_by_who_reads_them(form: str, folde
     weights.whole(name.replace("up", "gate"))
     weights.read(TensorSlice(name, (6, 20)))
     weights.read(TensorSlice(name, (0, 20), columns=(8, 48)))
-    message = rf"tensor {EXPERTS}gate_up_proj: found values that are NaN or infinite".replace(".", r"\.")
+    message = rf"tensor {EXPERTS}gate_up_proj: found values that are NaN".replace(".", r"\.")
     for read in (lambda: weights.whole(name), lambda: weights.read(TensorSlice(name, (5, 6), columns=(7, 8)))):
         with pytest.raises(UserError, match=message):
             read()
@@ -288,9 +288,9 @@ def test_a_fused_tensor_has_a_dtype_that_loses_nothing(folders: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("key, value, message", [
-    ("num_experts", 5, r"text_config\.num_experts: found 5 beside num_local_experts = 6, expected the same number"),
+    ("num_experts", 5, r"text_config\.num_experts: found 5 beside num_local_experts = 6"),
     ("num_local_experts", 0, r"text_config\.num_experts = 0, expected 'a number above 0'"),
-    ("norm_topk_prob", False, r"text_config\.norm_topk_prob: found false, expected true, because the weights of a"),
+    ("norm_topk_prob", False, r"text_config\.norm_topk_prob: found false, expected true"),
     ("num_experts_per_tok", 7, r"text_config\.num_experts_per_tok beyond num_experts = 1, expected 0"),
     ("num_experts_per_tok", 0, r"text_config\.num_experts_per_tok = 0, expected 'a number above 0'"),
     ("decoder_sparse_step", 0, r"text_config\.decoder_sparse_step = 0, expected 'a number above 0'"),
@@ -344,9 +344,7 @@ def test_frozen_experts(folders: Path) -> None:
     for pattern in ("model.layers.*.mlp.experts.*", "model.language_model.layers.*.mlp.experts.*"):
         assert Frozen.of(shapes, [pattern]).tensors == experts
     assert Frozen.of(shapes, [], ["*.mlp.gate.weight"]).trains("text")
-    message = (
-        r"experts\.3\.gate_proj.* frozen without .*because they are one parameter in training.* for all layers (.*)\."
-    )
+    message = r"experts\.3\.gate_proj.* frozen without .* for all layers (.*)\."
     with pytest.raises(UserError, match=message) as error:
         Frozen.of(shapes, ["*.experts.3.*"])
     advised = str(error.value).rpartition("for all layers ")[2].removesuffix(".").split()

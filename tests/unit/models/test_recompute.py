@@ -16,21 +16,15 @@ from torch import Tensor
 from megatron_hetero.layout.names import ROWS
 from megatron_hetero.models.layers.recompute import Recompute, not_saving, recompute
 from tests.support import stages
-from tests.support.folders import ModelChoice, write_model
+from tests.support.folders import write_model
 from tests.support.matrix import thinned
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 from tests.support.ranks import on_ranks
 from tests.support.stages import Case
 from tests.unit.models import qwen3_vl_stages
+from tests.unit.models.choices import CHOICES, assert_equal, flags_of
 from tests.unit.models.steps import train
 
-Pools = Callable[[int], Pool]
-CHOICES = {
-    "qwen2_5_vl": ModelChoice(text_layers=4, vision_layers=4, full_layers=(1, 2)),
-    "qwen3_vl": ModelChoice(
-        family="qwen3_vl", vision_layers=4, text_layers=4, vision_head_dim=12, head_dim=24, deepstack=(0, 1, 2), seed=20
-    ),
-}
 OUTPUTS = (ROWS, "deepstack.0", "deepstack.1", "deepstack.2")
 SIZES = ((1, 4, 6), (1, 2, 2), (1, 10, 2))
 SEEDS = (0, 1, 2, 3)
@@ -58,24 +52,6 @@ def run(pools: Pools, family: str, module: str, case: Case) -> list[dict[str, An
         job, given = (qwen3_vl_stages.vision, SIZES) if module == "vision" else (qwen3_vl_stages.text, OUTPUTS)
         return ranks.run(job, case, given)
     return ranks.run(stages.vision, case) if module == "vision" else ranks.run(stages.text, case, SEEDS)
-
-
-def assert_equal(found: Any, expected: Any, exactly: bool, name: str = "") -> None:
-    """All arrays and numbers of a nested value, bit by bit or to rounding."""
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), name
-        for key, value in expected.items():
-            assert_equal(found[key], value, exactly, f"{name} {key}")
-    elif isinstance(expected, tuple | list):
-        for one, other in zip(found, expected, strict=True):
-            assert_equal(one, other, exactly, name)
-    elif exactly:
-        np.testing.assert_array_equal(found, expected, name)
-    elif isinstance(expected, np.ndarray):
-        scale = float(np.abs(expected).max(initial=0.0))
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6 + 1e-5 * scale, err_msg=name)
-    else:
-        assert found == pytest.approx(expected, rel=1e-5, abs=1e-7), name
 
 
 TEXT = [
@@ -130,16 +106,6 @@ STEPS = [
     ("qwen3_vl", "sp:2", "pp:2", 2, "--text-layers 3 1 --schedule.waves 2"),
     ("qwen3_vl", "dp:1@0", "sp:2@1-2", 3, "--model.freeze vision"),
 ]
-
-
-def flags_of(folder: Path, vision: str, text: str, more: str) -> list[str]:
-    """The command line of a run in bfloat16, of a picture and 13 tokens in each of two samples."""
-    common = (
-        f"--model.hf_path {folder} --data.registry.d.annotations {folder}/none.json --data.datasets d "
-        f"--train.global_batch_size 2 --plan.image_side 84 --plan.tokens 13 --vision-parallel {vision} "
-        f"--text-parallel {text} --optimizer.lr 1e-3 --log.dir {folder}/log"
-    )
-    return [*common.split(), *more.split()]
 
 
 @pytest.mark.parametrize("family, vision, text, ranks, more", thinned(STEPS, 7))

@@ -92,7 +92,7 @@ def test_the_good_folder_is_taken(model: Path) -> None:
 
 CASES: list[tuple[str, str, Any, str]] = [
     # What is not carried out.
-    (CONFIG, "text_config.attention_dropout", 0.1, "found 0.1, expected 0 or null, because attention is computed"),
+    (CONFIG, "text_config.attention_dropout", 0.1, "found 0.1, expected 0 or null"),
     (CONFIG, "quantization_config", {"quant_method": "awq"}, "quantised"),
     (CONFIG, "text_config.quantization_config", {"bits": 4}, "quantised"),
     (CONFIG, "transformers_weights", "other.safetensors", "Rename the file to model.safetensors"),
@@ -110,8 +110,8 @@ CASES: list[tuple[str, str, Any, str]] = [
     (PICTURES, "do_resize", False, "found do_resize False, expected True"),
     (TOKENIZER, "split_special_tokens", True, "token <|image_pad|> with id "),
     # Numbers that make NaN of everything.
-    (PICTURES, "image_std", [0.5, 0, 0.5], "black pixels become values from"),
-    (PICTURES, "rescale_factor", NAN, "black pixels become values from nan"),
+    (PICTURES, "image_std", [0.5, 0, 0.5], "black pixels "),
+    (PICTURES, "rescale_factor", NAN, "from nan"),
     # Odd values.
     (CONFIG, "text_config.vocab_size", "many", "expected int, got str (value: 'many')"),
     (CONFIG, "vision_config.num_heads", 0, "cannot be used (ZeroDivisionError"),
@@ -119,11 +119,11 @@ CASES: list[tuple[str, str, Any, str]] = [
     (CONFIG, "text_config.intermediate_size", -8, "found text_config.intermediate_size = -8, expected 'a number above"),
     (CONFIG, "text_config.rms_norm_eps", NAN, "found text_config.rms_norm_eps = nan"),
     (CONFIG, "text_config.rope_parameters.rope_theta", 0, "rope_theta = 0, expected 'a number above 0'"),
-    (CONFIG, "text_config.rope_parameters.mrope_section", [2, 4], "the number of sections in mrope_section = 2"),
+    (CONFIG, "text_config.rope_parameters.mrope_section", [2, 4], "sections in mrope_section = 2"),
     (CONFIG, "tie_word_embeddings", "yes", "found 'yes', expected true or false"),
     (CONFIG, "text_config.rope_parameters.partial_rotary_factor", 0.5, "found 0.5, expected 1 or null"),
     (CONFIG, "model_type", ["qwen2_5_vl"], "found model_type ['qwen2_5_vl']"),
-    (PICTURES, "image_mean", [0.5, 0.5], "an image processor that does not load (ValueError: mean must have 3"),
+    (PICTURES, "image_mean", [0.5, 0.5], "an image processor .*(ValueError: mean must have 3"),
     (PICTURES, "image_processor_type", "CLIPImageProcessor", "an image processor that does not load"),
     (TOKENIZER, "padding_side", "up", "a tokenizer that does not load (ValueError: Padding side should be"),
     (TOKENIZER, "eos_token", {"x": "y"}, "a tokenizer that does not load (TypeError"),
@@ -305,5 +305,5 @@ def test_checkpoints_and_files_are_no_models(good: Path, tmp_path: Path) -> None
             read_config(folder, "model.hf_path")
         with pytest.raises(UserError, match=wanted):
             Processor.from_folder(folder)
-    with pytest.raises(UserError, match=f"model.hf_path: found the file {good}/a.png, expected a transformers folder"):
+    with pytest.raises(UserError, match=f"model.hf_path: found the file {good}/a.png, "):
         read_config(good / "a.png", "model.hf_path")

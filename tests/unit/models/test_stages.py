@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.hf.weight_map import Share
 from megatron_hetero.layout.pipeline import LAYERS, PipelineStage, cut_stages, even_split, stages_of_rank
-from megatron_hetero.models.families.qwen2_5_vl.shapes import TextShape, VisionShape
-from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import weight_map
+from tests.support.shapes import shapes_of
 
 splits = st.lists(st.integers(1, 5), min_size=1, max_size=6).map(tuple)
 
@@ -66,7 +65,7 @@ def test_what_is_left_over(layers: int, stages: int, expected: tuple[int, ...]) 
 @pytest.mark.parametrize(
     "split, found",
     [
-        ((8,), "found 1 number, expected 2, because the module has 2 pipeline stages"),
+        ((8,), "found 1 number, expected 2, "),
         ((2, 3, 3), "found 3 numbers, expected 2"),
         ((0, 8), "found a stage of 0 layers, expected 1 or more"),
         ((9, -1), "found a stage of -1 layers, expected 1 or more"),

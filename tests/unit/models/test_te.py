@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from megatron_hetero.models.layers.packages import TRANSFORMER_ENGINE, find, unu
 from megatron_hetero.models.layers.parts import Backend, Site
 from megatron_hetero.models.layers.segments import PackedSegments
 from tests.support.matrix import thinned
-from tests.support.pool import Pool
+from tests.support.pool import Pool, Pools
 from tests.support.ranks import on_ranks
 from tests.support.stand_ins import transformer_engine, transformer_engine_versions
 from tests.unit.models.packs import assign
@@ -37,9 +37,7 @@ COLUMN, ROW, THEIRS, OURS = "TEColumnParallelLinear", "TERowParallelLinear", "TE
 
 
 @pytest.fixture(scope="module", params=thinned(VERSIONS, len(VERSIONS) - 1))
-def with_te(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[int], Pool]]:
+def with_te(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
     """Two workers that find a version of Transformer Engine installed."""
     packages = transformer_engine(request.param, tmp_path_factory.mktemp("packages"))
     pool = Pool(2, tmp_path_factory.mktemp("pool"), packages)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.builders import build_schedule, last_entered
 from megatron_hetero.schedule.check import MAX_CTAS, peak_resident
 from megatron_hetero.schedule.program import Schedule
@@ -128,3 +129,19 @@ def edges_of(draw: st.DrawFn, model: dict[str, Layout], virtual: int) -> list[Ed
             pairs = [(layout.pp - 1, 0), *sorted(further - {(layout.pp - 1, 0)})]
             found += [Edge.of(name, own, layout.pp, "text", stage) for own, stage in pairs]
     return found
+
+
+def with_actions(schedule: Schedule, role: int, actions: list[Action]) -> Schedule:
+    """The schedule with other actions of one role."""
+    changed = replace(schedule.roles[role], actions=tuple(actions))
+    return replace(schedule, roles=(*schedule.roles[:role], changed, *schedule.roles[role + 1 :]))
+
+
+PIPELINE = build_schedule(layouts(vision="dp:1@0", text="pp:2@1-2"), 3, ScheduleSettings(run_ahead=0))
+
+UNIT = {"F": 1.0, "R": 1.0, "B": 2.0}
+
+
+def unit(module: str, kind: str, stage: int) -> float:
+    """A forward takes one second, a backward two."""
+    return UNIT[kind]

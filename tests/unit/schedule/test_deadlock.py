@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import replace
 from random import Random
-from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -34,30 +32,10 @@ from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.support.work import calls
 from tests.unit.schedule.gpus import Gpus
 from tests.unit.schedule.shapes import LARGE_AND_SMALL, layouts, schedules
-
-
-@dataclass(frozen=True)
-class Wiring:
-    """Which operations of a rank share a communicator.
-
-    `links`: one communicator for activations (F, R) and one for gradients (B) per ordered pair of ranks (`pair`) or per
-    pipeline. `boundaries`: one communicator per direction of an edge, or per edge. The defaults are those of
-    `megatron_hetero.layout.communicators`.
-    """
-
-    links: Literal["pair", "pipeline"] = "pair"
-    boundaries: Literal["direction", "boundary"] = "direction"
-
-    def __call__(self, use: Link | EdgeUse) -> str:
-        """Name the communicator for a use."""
-        if isinstance(use, Link):
-            return str(use) if self.links == "pair" else f"{use.module} {use.direction}"
-        return str(use) if self.boundaries == "direction" else "-".join(use.edge.ends)
-
+from tests.unit.schedule.wirings import WIRINGS, Wiring
 
 SHARED = Wiring(links="pipeline", boundaries="boundary")
 """What there was before: both directions of a boundary, and all ranks of a pipeline, on one communicator."""
-WIRINGS = [Wiring(*each) for each in product(("pair", "pipeline"), ("direction", "boundary"))]
 
 
 # ------------------------------------------------------------------------------------- what is built ends
@@ -222,13 +200,13 @@ def test_sums_of_gradients_of_modules_on_the_same_ranks_count() -> None:
     assert peak_resident(frozen, frozen.roles[0]).ctas <= 3 * CTAS, "nothing is trained"
     staged = build_schedule(layouts(**dict.fromkeys(names, "dp:2,pp:2@0-3")), 8, text="text")
     said = refusal(staged)
-    assert "found communication that may occupy 100 SMs of a GPU at a time, expected at most 80" in said
+    assert "100 SMs" in said and "expected at most 80" in said
 
 
 def test_communication_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_hetero.layout.communicators.CTAS", 24)
     said = refusal(build_schedule(layouts(vision="dp:1@0", text="pp:3@1-3"), 6))
-    assert "rank 1 (text.0), at `text.0<1.B1`: found communication that may occupy 96 SMs of a GPU at a time" in said
+    assert "rank 1 (text.0), at `text.0<1.B1`: found " in said and " 96 SMs " in said
     begun = next(line for line in said.splitlines() if line.startswith("operations that have begun: "))
     assert sorted(begun.removeprefix("operations that have begun: ").split(", ")) == [
         "text backward from stage 1", "text forward from stage 0", "text>vision", "vision>text",

@@ -12,8 +12,7 @@ from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.drawing import draw, timeline, timelines_of
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.schedule.simulator import simulate
-from tests.unit.schedule.shapes import layouts
-from tests.unit.schedule.test_simulator import unit
+from tests.unit.schedule.shapes import layouts, unit
 
 SCHEDULE = build_schedule(layouts(vision="dp:1@0", text="pp:2@1-2"), 2, ScheduleSettings(run_ahead=0))
 

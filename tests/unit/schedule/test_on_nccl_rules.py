@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -14,12 +14,11 @@ from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.deadlock import find_cycle
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
-from tests.support.pool import Pool, world
+from tests.support.pool import Pool, Pools, world
 from tests.unit.schedule.gpus import Entry, Gpus
 from tests.unit.schedule.shapes import layouts, schedules
-from tests.unit.schedule.test_deadlock import WIRINGS, Wiring
+from tests.unit.schedule.wirings import WIRINGS, Wiring
 
-Pools = Callable[[int], Pool]
 RANKS = 6
 
 

@@ -13,15 +13,7 @@ from megatron_hetero.schedule.check import ScheduleError, live_activations
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.schedule.simulator import Simulation, simulate
-from tests.unit.schedule.shapes import layouts, schedules
-from tests.unit.schedule.test_check import PIPELINE, with_actions
-
-UNIT = {"F": 1.0, "R": 1.0, "B": 2.0}
-
-
-def unit(module: str, kind: str, stage: int) -> float:
-    """A forward takes one second, a backward two."""
-    return UNIT[kind]
+from tests.unit.schedule.shapes import PIPELINE, UNIT, layouts, schedules, unit, with_actions
 
 
 def ends(simulation: Simulation) -> dict[str, tuple[float, float]]:

@@ -20,7 +20,7 @@ from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.library_optimizers import build_optimizers
 from tests.support.ranks import on_ranks
 from tests.unit.step import gpt, running
-from tests.unit.step.test_optimizers import adam
+from tests.unit.step.small import adam
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 BF16 = {"dtype": torch.bfloat16}
@@ -69,7 +69,7 @@ def test_a_change_is_refused_on_all_ranks(kind: str, change: str) -> None:
     model(torch.ones(3, 4)).sum().backward()
     if topology.rank == 1:
         CHANGES[change](model)
-    with pytest.raises(UserError, match=rf"module `text`: {change} after `build_optimizers`.* (Call|Build) "):
+    with pytest.raises(UserError, match=rf"module `text`: {change} after `build_optimizers`"):
         optimizer.step(tokens=6)
     with pytest.raises(UserError, match=rf"module `text`: {change} after `build_optimizers`"):
         optimizer.finish_gradients(6)
@@ -248,9 +248,7 @@ def test_gradients_that_are_not_finite_are_not_applied(kind: str, value: float) 
         step(model, optimizer)
         if faulty:
             before = [local(p).clone() for p in model.parameters()]
-            with pytest.raises(
-                NotFiniteError, match=r"module text, parameter .*(on rank|the sum over ranks).*zero_grad"
-            ) as found:
+            with pytest.raises(NotFiniteError, match=r"module text, parameter .*zero_grad") as found:
                 step(model, optimizer, value if topology.rank == 1 else 1.0)
             assert kind in ("ddp", "fsdp", "zero3", "megatron", "zero1") or "on rank 1" in str(found.value), found.value
             optimizer.wait_for_weights()

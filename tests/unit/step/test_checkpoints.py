@@ -27,12 +27,12 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.step.algorithms import SGD, AdamW
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.library_optimizers import build_optimizers
-from tests.functional.checkpoint.test_whose_folder import HOLD
+from tests.support.locks import HELD_ELSEWHERE
 from tests.support.matrix import thinned
 from tests.support.mutations import ODD, at, places
 from tests.support.ranks import on_ranks
 from tests.unit.step import gpt, running
-from tests.unit.step.test_optimizers import INPUTS, batch_of, loss_of_rows, of_pytorch, pictures, vision
+from tests.unit.step.small import INPUTS, batch_of, loss_of_rows, of_pytorch, pictures, vision
 
 GATED = {"gated_linear_unit": True, "num_query_groups": 2, "num_layers": 4}
 
@@ -230,19 +230,19 @@ def test_what_checkpoints_refuse(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"2 missing: weights/text\.0\.bias"):
         load_checkpoint(tmp_path, other)
     more = build_optimizers(topology, {"text": nn.Linear(4, 4, bias=False)}, AdamW())
-    with pytest.raises(UserError, match=r"match the model \(1 unexpected: weights/text\.bias\)\. Give the model"):
+    with pytest.raises(UserError, match=r"\(1 unexpected: weights/text\.bias\)"):
         load_checkpoint(tmp_path, more)
     sgd = build_optimizers(topology, {"text": nn.Linear(4, 4)}, SGD())
     with pytest.raises(UserError, match="found adamw of module `text`, expected sgd"):
         load_checkpoint(tmp_path, sgd)
     of_torch = build_optimizers(topology, {"text": nn.Linear(4, 4)}, of_pytorch)
-    with pytest.raises(UserError, match="`text`: found an optimizer of another kind, AdamW, expected `AdamW` or `SGD`"):
+    with pytest.raises(UserError, match="`text`: found an optimizer .*AdamW, expected `AdamW` or `SGD`"):
         save_checkpoint(tmp_path, of_torch, 2)
     dist.barrier()
     if topology.rank == 0:
         next(path.glob("*.safetensors")).write_bytes(b"cut")
     dist.barrier()
-    with pytest.raises(UserError, match=r"damaged file .tensors-.*another checkpoint \(of a run: --checkpoint.resume"):
+    with pytest.raises(UserError, match=r"damaged file .tensors-.*--checkpoint.resume"):
         load_checkpoint(tmp_path, optimizer)
 
 
@@ -276,7 +276,7 @@ def test_only_newer_checkpoints_are_written_and_the_newest_are_kept(tmp_path: Pa
     for step in (10, 20, 30):
         save_checkpoint(tmp_path, optimizer, step)
     for step in (15, 30):
-        with pytest.raises(UserError, match=rf"step-000000{step}: not after step-00000030, .* remove .*step-00000030"):
+        with pytest.raises(UserError, match=rf"step-000000{step}: not after step-00000030"):
             save_checkpoint(tmp_path, optimizer, step, keep_last=2)
     with pytest.raises(UserError, match="keep_last: found 0, expected 1 or more"):
         save_checkpoint(tmp_path, optimizer, 40, keep_last=0)
@@ -294,14 +294,14 @@ def test_one_run_alone_saves_into_a_folder(tmp_path: Path) -> None:
     optimizer, other = one_module(), None
     (tmp_path / ".step-00000001.partial").mkdir(exist_ok=True)
     if dist.get_rank() == 0:
-        other = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / ".lock")], stdout=subprocess.PIPE)
+        other = subprocess.Popen(
+            [sys.executable, "-c", HELD_ELSEWHERE, str(tmp_path / ".lock")], stdout=subprocess.PIPE
+        )
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
     dist.barrier()
     with (
         mock.patch.object(shared_folder, "_FREE_S", 0.1),
-        pytest.raises(
-            UserError, match="in use by another run .process 1 on elsewhere.*another folder of checkpoints, or end"
-        ),
+        pytest.raises(UserError, match="in use .*process 1 on elsewhere"),
     ):
         save_checkpoint(tmp_path, optimizer, 1)
     assert (tmp_path / ".step-00000001.partial").is_dir()
@@ -325,7 +325,7 @@ def test_a_checkpoint_that_is_named_must_be_there(tmp_path: Path) -> None:
     dist.barrier()
     loaded = load_checkpoint(tmp_path / "best", optimizer)
     assert loaded is not None and loaded.step == 3
-    with pytest.raises(UserError, match=r"found step 4 in the name, expected step-00000003, as in its modules\.json"):
+    with pytest.raises(UserError, match=r"found step 4 .*expected step-00000003"):
         load_checkpoint(tmp_path / "of run", optimizer)
     assert load_checkpoint(tmp_path, optimizer) is None
 
@@ -337,7 +337,7 @@ def test_what_cannot_be_stored_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     odd.codes = nn.Parameter(torch.ones(4).to(torch.float8_e5m2), requires_grad=False)
     modules: dict[str, nn.Module] = {"vision": odd} if topology.has("vision") else {"text": model}
     optimizer = build_optimizers(topology, modules, AdamW())
-    with pytest.raises(UserError, match=r"`vision`: found torch.float8_e5m2 \(codes\), expected tensors of float32"):
+    with pytest.raises(UserError, match=r"`vision`: found torch.float8_e5m2 \(codes\), .*float32"):
         save_checkpoint(tmp_path, optimizer, 1)
     odd = nn.Linear(4, 4)
     odd.codes = nn.Parameter(torch.arange(4, dtype=torch.float64), requires_grad=False)

@@ -23,7 +23,7 @@ from megatron_hetero.step.library_optimizers import build_optimizers
 from tests.support.matrix import thinned
 from tests.support.ranks import on_ranks
 from tests.unit.step import gpt, running
-from tests.unit.step.test_optimizers import adam, batch_of, of_pytorch, whole
+from tests.unit.step.small import adam, batch_of, of_pytorch, whole
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.5, weight_decay=0.1)
 ADAM = partial(torch.optim.Adam, lr=0.05, weight_decay=0.1)

@@ -85,7 +85,7 @@ def test_gradients_are_what_the_plan_says(places: tuple[str, str], gradient: Gra
 def test_gradients_that_are_not_what_the_plan_says_are_refused(gradient: Gradient, other: str, kind: Any) -> None:
     """Parts where each rank should have all, and the reverse, in the second micro-batch: the first one has zeros."""
     ranks = "0-1" if dist.get_rank() < 2 else "2-3"
-    said = rf"boundary encoder>decoder backward: found .* on ranks {ranks}, .* plan with gradient='{other}'"
+    said = rf"boundary encoder>decoder backward: found .* on ranks {ranks}, .* gradient='{other}'"
     with pytest.raises(UserError, match=said):
         run(COLOCATED, gradient, gradient == "invariant", ScheduleSettings(kind))
 
@@ -206,7 +206,7 @@ def test_a_call_of_micro_batches_of_two_turns_is_refused() -> None:
     [
         (
             {"inputs": {"encodr": 1}},
-            "`inputs` of its `DeviceMicroBatch`: found `encodr`, expected some of `encoder`, `d",
+            "`inputs` .*: found `encodr`, .*`encoder`, `d",
         ),
         (
             {"boundaries": {("encoder", "decoder"): 1}},
@@ -214,13 +214,13 @@ def test_a_call_of_micro_batches_of_two_turns_is_refused() -> None:
         ),
         (
             {"boundaries": {Edge("decoder", "encoder"): 1}},
-            "found `decoder>encoder`, expected some of `encoder>decoder`",
+            "found `decoder>encoder`, .*`encoder>decoder`",
         ),
         (
             {"inputs": {"decoder": InParts([1, 2])}},
-            "`inputs`: found `InParts` of `decoder`, which takes rows, expected",
+            "`inputs`: found `InParts` of `decoder`",
         ),
-        ({"inputs": {"encoder": InParts([])}}, "`inputs`: found `InParts` of `encoder`, without parts, expected one"),
+        ({"inputs": {"encoder": InParts([])}}, "`inputs`: found `InParts` of `encoder`"),
     ],
 )
 @on_ranks(4)

@@ -227,7 +227,7 @@ def test_wrappers_that_cannot_be_known() -> None:
         for name, p in layer.named_parameters() if number == 0 else ():
             vars(p).update({key: value for key, value in kept[name].items() if key not in vars(p)})
     for text in (bare, inside, partly):
-        with pytest.raises(UserError, match=r"have lost the attributes that Megatron gave them"):
+        with pytest.raises(UserError, match=r"attributes that Megatron gave"):
             finish_gradients(topology, {"vision": Weight(), "text": text}, 1)
     of_experts = nn.ModuleDict({"layer": Weight()})
     of_experts["layer"].config = replace(config, **EXPERTS, expert_model_parallel_size=2)  # pyright: ignore[reportArgumentType]
@@ -289,7 +289,7 @@ def test_gradients_are_finished_once_a_step() -> None:
     finish_gradients(topology, {"text": model}, 2)
     assert torch.equal(cast("Any", model.weight.grad), torch.full((8,), 3.0))
     both = running.topology_of_world(2, vision="dp:2", text="dp:2")
-    with pytest.raises(UserError, match="module `text`: found weight in `vision` too, expected parameters of its own"):
+    with pytest.raises(UserError, match="module `text`: found weight in `vision`"):
         finish_gradients(both, {"vision": model, "text": model}, 1)
 
 
@@ -301,7 +301,7 @@ def test_tokens_in_a_tensor_are_those_of_the_whole_step() -> None:
     with pytest.raises(UserError, match=r"gradients: tokens: found 3 on rank 0 and 4 on rank 1"):
         finish_gradients(topology, {"text": model}, torch.tensor(3 + topology.rank))
     for wrong in (torch.tensor(torch.nan), torch.tensor(-1), float("inf")):
-        with pytest.raises(UserError, match="tokens: found .*, expected those of the whole step, 1 or more"):
+        with pytest.raises(UserError, match="tokens: found .*1 or more"):
             finish_gradients(topology, {"text": model}, wrong)
     for wrong in (2.5, [1, 2]):
         with pytest.raises(UserError, match="count_tokens: found .*, expected one integer"):
@@ -341,11 +341,9 @@ def test_the_norm_of_fsdp_over_tensor_parallelism_of_pytorch() -> None:
 @on_ranks(2, timeout_s=40)
 def test_errors_of_one_rank_are_raised_on_all() -> None:
     topology = running.topology_of_world(2, vision="dp:1@0", text="dp:1@1")
-    with pytest.raises(
-        UserError, match=r"modules on rank 1: found a module `audio`, expected those of this rank: text"
-    ):
+    with pytest.raises(UserError, match=r"modules on rank 1: found a module `audio`, .*: text"):
         finish_gradients(topology, {"vision": Weight()} if topology.rank == 0 else {"text": None, "audio": Weight()}, 1)
-    with pytest.raises(UserError, match=r"tokens: found -1, expected those of the whole step, 1 or more"):
+    with pytest.raises(UserError, match=r"tokens: found -1, .*1 or more"):
         finish_gradients(topology, {"text" if topology.rank else "vision": Weight()}, -1)
 
 

@@ -223,9 +223,7 @@ def test_a_plan_whose_sides_share_ranks_is_refused_between_disjoint_modules() ->
     runner = Runner(topology, {name: ModuleOnRank({0: model})})
     source, target = Ownership.of({(0,): [0], (1,): []}), Ownership.of({(0,): [], (1,): [0]})
     part = load_plan(plan_boundary(source, target, 8).rank(rank), topology.platform.device)
-    with pytest.raises(
-        UserError, match="micro-batch 0, boundary a>b: found a plan between ranks of which some hold and"
-    ):
+    with pytest.raises(UserError, match="micro-batch 0, boundary a>b: found a plan "):
         runner.run(
             build_schedule(layouts, 2, edges=[edge]), lambda _: DeviceMicroBatch({name: torch.ones(1, 2)}, {edge: part})
         )

@@ -151,13 +151,13 @@ def test_layouts_of_parallel_state_that_cannot_be_expressed() -> None:
             Layout.from_mpu()
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, expert_model_parallel_size=2)
-        with pytest.raises(UserError, match=r"experts that are split over 2 .* with expert_tensor_parallel_size=1\."):
+        with pytest.raises(UserError, match=r"experts .* over 2 .*expert_tensor_parallel_size=1"):
             Layout.from_mpu()
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
             expert_model_parallel_size=2, expert_tensor_parallel_size=1, order="tp-cp-dp-ep-pp"
         )
-        with pytest.raises(UserError, match=r"found ranks .* along ep, expected 1 .* along ep, edp and pp, the first"):
+        with pytest.raises(UserError, match=r"found ranks .* along ep, expected 1 .*ep, edp and pp"):
             Layout.from_mpu()
     finally:
         parallel_state.destroy_model_parallel()

@@ -435,6 +435,6 @@ def test_what_cannot_have_adapters_is_refused() -> None:
     with pytest.raises(UserError, match=r"dist_checkpointing does not know adapters"):
         model.decoder.layers[0].mlp.linear_fc1.sharded_state_dict()
     experts = gpt.whole(0, num_moe_experts=2, **SIZES)
-    with pytest.raises(UserError, match=r"local_experts\.0\.linear_fc1: found a layer of an expert"):
+    with pytest.raises(UserError, match=r"local_experts\.0\.linear_fc1: found a layer "):
         lora(experts, r=1)
     assert lora(experts, r=1, targets=["linear_qkv", "linear_proj"])

@@ -32,45 +32,24 @@ from megatron_hetero.step.library_optimizers import build_optimizers
 from tests.support.matrix import thinned
 from tests.support.ranks import on_ranks
 from tests.unit.step import gpt, running
-
-STEPS, CLIP, RATE, DECAY = 3, 0.05, 0.02, 0.1
-INPUTS, ROWS = 12, 8
-
-
-def adam(**options: Any) -> OptimizerConfig:
-    return OptimizerConfig(
-        optimizer="adam", lr=RATE, min_lr=0.0, weight_decay=DECAY, adam_eps=1e-3, clip_grad=CLIP, **options
-    )
+from tests.unit.step.small import (
+    CLIP,
+    DECAY,
+    RATE,
+    ROWS,
+    STEPS,
+    adam,
+    batch_of,
+    loss_of_rows,
+    of_pytorch,
+    pictures,
+    vision,
+    whole,
+)
 
 
 def ours(**options: Any) -> AdamW:
     return AdamW(lr=RATE, weight_decay=DECAY, eps=1e-3, **options)
-
-
-def of_pytorch(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=RATE, eps=1e-3)
-
-
-def vision(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(INPUTS, 16), nn.GELU(), nn.Linear(16, 4))
-
-
-def pictures(step: int) -> Tensor:
-    """[ROWS, INPUTS]."""
-    return torch.randn(ROWS, INPUTS, generator=torch.Generator().manual_seed(step)).float()
-
-
-def loss_of_rows(model: nn.Module, rows: Tensor) -> Tensor:
-    return (model(rows) ** 2).sum()
-
-
-def batch_of(step: int) -> list[gpt.Sample]:
-    return gpt.samples(8)[step % 2 :][:4] + gpt.samples(4)
 
 
 def alone(rank: int, tied: bool, frozen: bool) -> tuple[list[float], nn.Module, gpt.GPTModel]:
@@ -89,15 +68,6 @@ def alone(rank: int, tied: bool, frozen: bool) -> tuple[list[float], nn.Module, 
         norms.append(nn.utils.clip_grad_norm_(trained, CLIP).item())
         optimizer.step()
     return norms, images, text
-
-
-def whole(own: Any, optimizer: JointOptimizer) -> Tensor:
-    """A parameter, whoever shards it."""
-    for module in optimizer.modules if hasattr(own, "full_tensor") else ():
-        for name, parameter in module.parameters.items():
-            if parameter is own and module.data_parallel.sharded:
-                return module.whole_weight(name)
-    return own.full_tensor() if hasattr(own, "full_tensor") else own
 
 
 def require_weights(topology: Topology, model: Any, reference: gpt.GPTModel, tied: bool, optimizer: Any) -> None:
@@ -303,13 +273,11 @@ def test_pytorchs_checkpoints_have_the_fp32_copies(wrapper: str, flat: bool) -> 
 def test_wrong_uses_are_errors_on_all_ranks() -> None:
     topology = running.topology_of_world(2, vision="dp:1@0", text="dp:1@1")
     name, sgd = "vision" if topology.rank == 0 else "text", partial(torch.optim.SGD, lr=1.0)
-    with pytest.raises(
-        UserError, match=r"modules on rank 1: found no module `text`, expected those of this rank: text"
-    ):
+    with pytest.raises(UserError, match=r"modules on rank 1: found no module `text`, .*: text"):
         build_optimizers(topology, {name: nn.Linear(2, 2)} if topology.rank == 0 else {}, sgd)
     with pytest.raises(UserError, match="found no module|found a module `vision`"):
         build_optimizers(topology, {"vision": nn.Linear(2, 2)}, sgd)
-    with pytest.raises(UserError, match="config of `text`: found configurations of vision, expected one of `text`"):
+    with pytest.raises(UserError, match="config of `text`: found .*vision, .*`text`"):
         build_optimizers(topology, {name: nn.Linear(2, 2)}, {"vision": sgd})
     with pytest.raises(UserError, match="config of `vision`: found str"):
         build_optimizers(topology, {name: nn.Linear(2, 2)}, "adam")
@@ -359,12 +327,12 @@ def test_gradients_are_applied_once(wrapper: str, clip: float) -> None:
     for _ in range(2):
         running.backward(topology, model, batch_of(0))
         optimizer.step(tokens=7)
-        with pytest.raises(UserError, match="gradients of `text`: they are those of the step before"):
+        with pytest.raises(UserError, match="gradients of `text`: .*the step before"):
             optimizer.step(tokens=7)
-        with pytest.raises(UserError, match="gradients of `text`: they are those of the step before"):
+        with pytest.raises(UserError, match="gradients of `text`: .*the step before"):
             optimizer.step(tokens=None)
         running.backward(topology, model, batch_of(1))
-        with pytest.raises(UserError, match=r"Call `zero_grad\(\)` of this optimizer after each step"):
+        with pytest.raises(UserError, match=r"`zero_grad\(\)`"):
             optimizer.step(tokens=7)
         optimizer.zero_grad()
 
@@ -425,7 +393,7 @@ def test_megatrons_ddp_inside_a_module_of_the_user() -> None:
         trained.append([p.detach().clone() for p in part.parameters()])
     assert all(torch.equal(*each) for each in zip(*trained, strict=True))
     beside = nn.ModuleDict({"language": ddp, "projector": nn.Linear(2, 2)})
-    with pytest.raises(UserError, match=r"found Megatron's .* not around projector\.weight, expected it around all"):
+    with pytest.raises(UserError, match=r"found Megatron's .* not around projector\.weight"):
         build_optimizers(topology, {"text": beside}, adam())
 
 
@@ -503,7 +471,7 @@ def test_a_model_in_bfloat16(wrapper: str) -> None:
 def test_replicas_that_differ_are_found() -> None:
     topology, module = running.topology_of_world(2, text="dp:2"), nn.Linear(2, 2)
     module.bias.requires_grad_(topology.rank == 0)
-    message = r"`text`: trainable parameters: parameter 1: found `bias`, .* on rank 0 and nothing on rank 1"
+    message = r"`text`: .*parameter 1: found `bias`, .* on rank 0 and nothing on rank 1"
     with pytest.raises(UserError, match=message):
         build_optimizers(topology, {"text": module}, partial(torch.optim.SGD, lr=1.0))
     dist.barrier()
@@ -523,9 +491,7 @@ def test_views_that_sum_over_other_ranks_are_refused() -> None:
             partial(build_optimizers, topology, {"text": model}, sgd),
             partial(finish_gradients, topology, {"text": model}, 1),
         ):
-            with pytest.raises(
-                UserError, match=f"found layout {text}@0-3, whose view `blocks` sums gradients over other"
-            ):
+            with pytest.raises(UserError, match=f"found layout {text}@0-3, .*`blocks`"):
                 refused()
 
 
@@ -540,7 +506,7 @@ def test_ends_that_share_a_parameter_are_compared() -> None:
         weight.shared_embedding, weight.shared = shared, topology.rank == 1
         return module
 
-    message = "trainable parameters: parameter 0: found trained copy of a parameter .* on rank 0 and {} .* on rank 1"
+    message = "parameter 0: found trained copy .* on rank 0 and {} .* on rank 1"
     with pytest.raises(UserError, match=message.format("frozen copy")):
         build_optimizers(topology, {"text": end(trained=topology.rank == 0)}, sgd)
     with pytest.raises(UserError, match=message.format("none")):
@@ -687,20 +653,18 @@ def test_plain_sgd() -> None:
 def test_what_an_optimizer_of_shards_refuses() -> None:
     topology, model = running.topology_of_world(2, text="dp:2"), nn.Linear(4, 4)
     wrapped = running.wrapped(nn.Linear(4, 4), "fsdp", topology)
-    with pytest.raises(UserError, match=r"`text`: found a DTensor \(weight\), expected the module itself"):
+    with pytest.raises(UserError, match=r"`text`: found a DTensor \(weight\)"):
         build_optimizers(topology, {"text": wrapped}, ours())
     wrapped = running.wrapped(nn.Linear(4, 4), "ddp", topology)
-    with pytest.raises(UserError, match="found PyTorch's DistributedDataParallel, expected the module itself"):
+    with pytest.raises(UserError, match="found PyTorch's DistributedDataParallel"):
         build_optimizers(topology, {"text": wrapped}, ours())
     with pytest.raises(UserError, match=r"found torch\.float64 parameters \(weight\), expected float32 or bfloat16"):
         build_optimizers(topology, {"text": nn.Linear(4, 4).double()}, ours())
     mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16())
-    with pytest.raises(
-        UserError, match=r"found torch\.bfloat16 and torch\.float32 parameters with zero=2, expected one"
-    ):
+    with pytest.raises(UserError, match=r"found torch\.bfloat16 and torch\.float32 parameters with zero=2"):
         build_optimizers(topology, {"text": mixed}, ours(zero=2))
     build_optimizers(topology, {"text": model}, ours())
     for again in (lambda: build_optimizers(topology, {"text": model}, ours()),
                   lambda: finish_gradients(topology, {"text": model}, 1)):  # fmt: skip
-        with pytest.raises(UserError, match="weight is in the buffers of an optimizer already"):
+        with pytest.raises(UserError, match="weight is in the buffers"):
             again()

@@ -11,10 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.pool import Pool, platform, world
-
-Pools = Callable[[int], Pool]
-
+from tests.support.pool import Pool, Pools, platform, world
 
 # ------------------------------------------------------------------------------------ what the workers of a pool do
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.pool import Pool
+from tests.support.pool import Pools
 from tests.support.ranks import on_ranks
-
-Pools = Callable[[int], Pool]
 
 
 @on_ranks(3)

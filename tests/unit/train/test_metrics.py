@@ -311,7 +311,7 @@ def test_wandb_is_not_imported_unless_asked_for(tmp_path: Path, monkeypatch: pyt
 
 def test_wandb_that_does_not_start_is_an_error(tmp_path: Path, install: Callable[[WandB], WandB]) -> None:
     install(WandB(broken="init"))
-    with pytest.raises(UserError, match=r"log\.wandb .*does not start \(ValueError: init failed\).*WANDB_MODE=offline"):
+    with pytest.raises(UserError, match=r"log\.wandb .*\(ValueError: init failed\).*WANDB_MODE=offline"):
         MetricsWriter(tmp_path, 1, wandb="mine", console=plain())
 
 
@@ -322,7 +322,7 @@ def test_wandb_that_fails_midway_loses_no_line(
     with MetricsWriter(tmp_path, 2, wandb="mine", console=plain()) as writer:
         writer.write(metrics(1))
         writer.write(metrics(2))
-    assert "Weights & Biases: stopped recording (ValueError: log failed)" in writer.faults["Weights & Biases"]
+    assert "(ValueError: log failed)" in writer.faults["Weights & Biases"]
     assert capsys.readouterr().err.count("warning: ") == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     install(WandB(broken="finish"))

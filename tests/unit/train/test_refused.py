@@ -14,8 +14,8 @@ from tests.support.runs import MakeFlags
 
 
 @pytest.mark.parametrize("batch, text, micro, message", [
-    (6, "dp:4", 1, r"found 6, expected a multiple of 4, .*4 replicas .*of 1\. Try --train\.global_batch_size 8"),
-    (6, "tp:2,dp:2", 2, r"found 6, expected a multiple of 4, .*2 replicas .*of 2\. Try --train\.global_batch_size 8"),
+    (6, "dp:4", 1, r"found 6, .* 4, .*4 replicas .*of 1\. Try --train\.global_batch_size 8"),
+    (6, "tp:2,dp:2", 2, r"found 6, .* 4, .*2 replicas .*of 2\. Try --train\.global_batch_size 8"),
     (2, "dp:4", 2, r"Try --train\.global_batch_size 8"),
 ])  # fmt: skip
 def test_batches_that_do_not_divide(batch: int, text: str, micro: int, message: str, make_flags: MakeFlags) -> None:
@@ -44,10 +44,10 @@ def test_batches_that_do_not_divide(batch: int, text: str, micro: int, message: 
     ("--visoin-recompute full", "did you mean `vision`"),
     ("--visoin-tp_overlap 2", "did you mean `vision`"),
     ("--text-tp_overlap 2", "exchanges no tokens"),
-    ("--text-parallel dp:4,ep:2", "axis ep.* the module has no experts. Try `--text-parallel dp:4`"),
-    ("--text-parallel dp:4,etp:2", "axis etp.* the module has no experts. Try `--text-parallel dp:4`"),
-    ("--vision-parallel dp:4,ep:2", "axis ep.* the module has no experts. Try `--vision-parallel dp:4`"),
-    ("--model.router_aux_loss_coef 0.1", "router_aux_loss_coef.* the text module has no experts. Remove it"),
+    ("--text-parallel dp:4,ep:2", "axis ep.* no experts. Try `--text-parallel dp:4`"),
+    ("--text-parallel dp:4,etp:2", "axis etp.* no experts. Try `--text-parallel dp:4`"),
+    ("--vision-parallel dp:4,ep:2", "axis ep.* no experts. Try `--vision-parallel dp:4`"),
+    ("--model.router_aux_loss_coef 0.1", "router_aux_loss_coef.* no experts"),
     ("--model.router_aux_loss_coef -0.1", "router_aux_loss_coef.* expected ≥ 0"),
 ])  # fmt: skip
 def test_what_cannot_run_is_refused_before_any_group_is_made(flags: str, message: str, make_flags: MakeFlags) -> None:

@@ -47,8 +47,8 @@ def test_the_first_signal_is_answered_at_once(
     monkeypatch.setattr(stopping, "leave_interrupted", lambda: None)
     with stop_requests():
         send(SIGINT, SIGINT)
-    said = "SIGINT: the run will save and stop after this step; Ctrl-C again ends it without saving\n"
-    assert capfd.readouterr().err == said
+    said = capfd.readouterr().err
+    assert said.startswith("SIGINT: ") and "Ctrl-C again" in said and said.count("\n") == 1
     monkeypatch.setenv("RANK", "1")
     with stop_requests():
         send(SIGUSR1)
