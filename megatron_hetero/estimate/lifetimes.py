@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 
+from megatron_hetero.data.token_shards import SequenceShard
 from megatron_hetero.estimate.measured import (
     FIRST,
     FP32,
@@ -39,7 +40,7 @@ from megatron_hetero.estimate.measured import (
     is_merged,
     measure,
 )
-from megatron_hetero.estimate.shards import SequenceShard, Work
+from megatron_hetero.estimate.shards import Work
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.pipeline import PipelineStage
 from megatron_hetero.models.layers.offload import OffloadSizes, offloaded_layers

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -58,6 +59,7 @@ class TextInput:
         attention: samples of the pack.
         hits: bool [t] or None, filled by the last stage: whether the likeliest token is the target.
         balanced: samples of the pack, if the loss balances experts.
+        samples: int64 [n] on the host, the number of each real token's sample in the stream.
     """
 
     tokens: Tensor
@@ -68,6 +70,7 @@ class TextInput:
     attention: AttentionParams
     hits: Tensor | None = None
     balanced: BalancedSamples | None = None
+    samples: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int64))
 
 
 Between = Callable[[Tensor], Tensor]

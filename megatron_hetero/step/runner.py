@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +21,7 @@ from megatron_hetero.groups.watchdog import Stopwatch, watched
 from megatron_hetero.layout.graph import Edge, Graph, as_edge
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.check import check_schedule
-from megatron_hetero.schedule.contract import DeviceMicroBatch, InParts, ModuleOnRank, StageModel, StepResult
+from megatron_hetero.schedule.contract import MicroBatchInputs, ModuleOnRank, StageModel, StepResult, chunks_of
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.step.execution import StepExecution
@@ -45,24 +45,6 @@ class Stage(nn.Module):
     def forward(self, *inputs: Any) -> Any:
         """Call the model."""
         return self.model(*inputs)
-
-
-@dataclass(frozen=True, eq=False)
-class MicroBatchInputs:
-    """This rank's part of a micro-batch.
-
-        MicroBatchInputs({"vision": pictures, "text": tokens}, {("vision", "text"): Rows(held, needed)})
-
-    `inputs`: what all models of each module of this rank are called with, by module. For a module that takes only rows
-    it may be anything, such as `()`. A module without an input, on all of its ranks alike, is not run. `rows`: by edge,
-    or by the two modules that it joins.
-    """
-
-    inputs: Mapping[str, Any]
-    rows: Mapping[Any, Rows] = field(default_factory=dict)
-    """Which rows this rank holds and needs, without edges of which it does neither; or the counts that they follow
-    from, as in `Boundary.plan`: `Rows(samples=8, rows_per_sample=9)` on all ranks of the edge.
-    """
 
 
 class Runner(RankResources):
@@ -166,14 +148,14 @@ class Runner(RankResources):
         with torch.set_grad_enabled(not forward_only):
             plans = self._plans(micro_batches)
 
-        def load(m: int) -> DeviceMicroBatch:
+        def load(m: int) -> MicroBatchInputs:
             inputs = {name: given for name, given in micro_batches[m].inputs.items() if given is not None}
-            return DeviceMicroBatch(inputs, {edge: each[m] for edge, each in plans.items()})
+            return replace(micro_batches[m], inputs=inputs, rows={edge: each[m] for edge, each in plans.items()})
 
         return self.run(self.schedule(len(micro_batches), forward_only=forward_only), load)
 
     @watched
-    def run(self, schedule: Schedule, load: Callable[[int], DeviceMicroBatch]) -> StepResult:
+    def run(self, schedule: Schedule, load: Callable[[int], MicroBatchInputs]) -> StepResult:
         """Execute this rank's actions of a schedule. Gradients accumulate in the parameters.
 
         `schedule`: for the layouts and edges of the topology. `load`: moves a micro-batch, numbered from 0, to the
@@ -231,9 +213,9 @@ class Runner(RankResources):
         """The numbers of the micro-batches in which a module of this rank has an input."""
         if not self.topology.has(name):
             return None
-        given = {m: own for m, each in enumerate(micro_batches) if (own := each.inputs.get(name)) is not None}
-        parts = {m: len(each.parts) if isinstance(each, InParts) else 1 for m, each in given.items()}
-        return f"[{', '.join(f'{m}' if n == 1 else f'{m} in {n} parts' for m, n in parts.items())}]"
+        inputs = {m: each.inputs.get(name) for m, each in enumerate(micro_batches)}
+        chunks = {m: len(chunks_of(given)) for m, given in inputs.items() if given is not None}
+        return f"[{', '.join(f'{m}' if n == 1 else f'{m} in {n} chunks' for m, n in chunks.items())}]"
 
     def _require_known(self, micro_batches: Sequence[MicroBatchInputs], *, trains: bool) -> None:
         """Check that inputs belong to modules of this rank, and rows to edges of the graph, that modules with rows have
