@@ -1,4 +1,4 @@
-"""Torch modules of encoders and of language models, whole or one pipeline stage of them, and their inputs."""
+"""Torch modules of encoders and language models, or of one pipeline stage of them, and their inputs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class EncoderInput:
 
     Attributes:
         patches: [patches of this rank, elements of a patch], padding included; None on pipeline stages after the first.
-        positions: int64 [dims, n], of the shard's n real patches (of pictures: row and column first).
+        positions: int64 [dims, n], coordinates of the shard's n real patches (row and column first).
         attention: windows of the shard, sequences of the replica.
         padding: number of this rank's patches, the last ones, that are padding.
     """
@@ -53,11 +53,11 @@ class TextInput:
     Attributes:
         tokens: int64 [S].
         positions: int64 [dims, n], of the n real tokens.
-        supervised: int64 [t], those of the n tokens that predict.
-        targets: int64 [t], what they have to predict.
+        supervised: int64 [t], indices of those of the n tokens that have a target.
+        targets: int64 [t], the tokens that they must predict.
         rows_at: by output of the encoders, int64 [rows], the places of this rank's rows in its shard of hidden states.
         attention: samples of the pack.
-        hits: bool [t] or None, filled by the last stage: whether the likeliest token is the target.
+        hits: bool [t] or None, filled by the last stage: whether the most likely token is the target.
         balanced: samples of the pack, if the loss balances experts.
         samples: int64 [n] on the host, the number of each real token's sample in the stream.
     """
@@ -74,11 +74,11 @@ class TextInput:
 
 
 Between = Callable[[Tensor], Tensor]
-"""A function from the hidden states after a layer to those that the next one takes."""
+"""Changes the hidden states between two layers."""
 
 
 class ModuleStage(torch.nn.Module):
-    """Torch module of a pipeline `stage`, or of a whole module (None). Ends are attributes with their names, except an
+    """Torch module of a pipeline `stage`, or of a whole module (None). Ends are attributes under their names, except an
     end that shares the weight of another end of the stage. `offload`: offloads the activations of layers.
     """
 
@@ -94,19 +94,19 @@ class ModuleStage(torch.nn.Module):
         self.stage = stage = stage or PipelineStage.whole(len(architecture.layers))
         self.offload, self.config, self.groups = offload, site.config, site.groups
         self.shards, self.itemsize = site.tp if site.splits_activations else 1, site.dtype.itemsize
-        own = [end for end in architecture.ends_of(stage) if not architecture.holds_copy(end, stage)]
-        if architecture.entry in own:
+        ends = [end for end in architecture.ends_of(stage) if not architecture.holds_copy(end, stage)]
+        if architecture.entry in ends:
             self.add_module(architecture.entry.name, architecture.build(architecture.entry.name, site))
         whole = site.recompute.whole_layers(len(stage.layers))
         self.layers = torch.nn.ModuleList(
             architecture.build(number, site, whole=place < whole) for place, number in enumerate(stage.layers)
         )
-        for end in own:
+        for end in ends:
             if end is not architecture.entry:
                 self.add_module(end.name, architecture.build(end.name, site))
 
     def units(self) -> tuple[Gathered, ...]:
-        """Return the parts of this stage whose weights are gathered separately, in the order in which they run."""
+        """Return the submodules whose weights are gathered separately, in the order in which they run."""
         return tuple(Gathered(layer) for layer in self.layers)
 
     def _run(
@@ -185,21 +185,21 @@ class EncoderModel(ModuleStage):
         return patches // self.shards, 1, self.shape.hidden
 
     def enter(self, batch: EncoderInput) -> Tensor:
-        """Embed this rank's patches on the first stage, with what its other ends add for positions. Returns
-        `hidden_shape`.
+        """Embed this rank's patches on the first stage, and add position embeddings if it has any. Returns hidden
+        states of `hidden_shape`.
         """
         assert batch.patches is not None, "the first stage embeds patches"
         hidden = self.get_submodule(self._entry)(batch.patches).unsqueeze(1)
         for name in self._added:
             # Each tp rank embeds a share of the shard where activations are split.
             start = len(hidden) * self.groups.tp.rank() if self.shards > 1 else 0
-            own = batch.positions[:, start : start + len(hidden)]
-            positions = F.pad(own, (0, len(hidden) - own.shape[1]))
+            local = batch.positions[:, start : start + len(hidden)]
+            positions = F.pad(local, (0, len(hidden) - local.shape[1]))
             hidden = hidden + self.get_submodule(name)(positions).to(hidden.dtype).unsqueeze(1)
         return hidden
 
     def run_layers(self, batch: EncoderInput, hidden: Tensor, others: dict[str, Tensor]) -> Tensor:
-        """Run the layers of this stage, and fill `others` with the rows of outputs of earlier layers than the last."""
+        """Run the layers of this stage. Fills `others` with the rows of outputs of layers before the last."""
         table = self.shape.rotary.table(batch.positions)
         after = {end.at: partial(self._merge, batch, end, others) for end in self.outputs if isinstance(end.at, int)}
         return self._run(hidden, table, batch.attention, after)
@@ -214,15 +214,14 @@ class EncoderModel(ModuleStage):
 
 
 class TextModel(ModuleStage):
-    """A language model with multimodal rotary embedding, or one pipeline `stage` of it.
+    """A language model, or one pipeline `stage` of it.
 
         first stage    tokens -> embed -> enter (with rows) -> layers -> hidden
         others         hidden of the stage before           -> layers -> hidden
         last stage                                             ... and final norm -> loss of supervised positions
 
-    Rows of outputs that enter after a layer are added there, on the stage that has it. If head and embedding share
-    their weight but not their stage, the last stage has a copy, `output_layer.weight`, which the training loop has to
-    keep equal.
+    Rows that enter after a layer are added there, on the stage that has it. If head and embedding share their weight
+    but are on different stages, the last stage has a copy, `output_layer.weight`, which the training loop keeps equal.
     """
 
     embedding: Any
@@ -301,7 +300,7 @@ class TextModel(ModuleStage):
         return self.embedding.word_embeddings.weight if tied else self.output_layer.weight
 
     def embed(self, batch: TextInput) -> Tensor:
-        """Embed the tokens on the first stage, without rows. Returns `hidden_shape`."""
+        """Embed the tokens on the first stage, without rows. Returns hidden states of `hidden_shape`."""
         return self.embedding(batch.tokens)
 
     def enter(self, batch: TextInput, embedded: Tensor, rows: Tensor) -> Tensor:

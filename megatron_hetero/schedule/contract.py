@@ -21,17 +21,18 @@ from megatron_hetero.groups.platform import Platform
 from megatron_hetero.schedule.program import Schedule
 
 LOSS = "loss"
-"""The output with the sum of losses; further names are in `megatron_hetero.layout.names`."""
+"""Name of the output with the sum of losses. Other names are in `megatron_hetero.layout.names`."""
 METRICS = "metrics"
-"""The name under which a last stage may return further sums by name, scalars without gradients."""
+"""Name under which a last stage may return other sums by name, scalars without gradients."""
 
 StageOutput = Tensor | Mapping[str, Any]
 """The only output of a stage, or its outputs by name."""
 
 
 StageModel = Callable[..., Any]
-"""The model of a stage. One after the first has a method `hidden_shape(batch)`: the shape of the hidden states that it
-receives. The first one of a module that `embeds` has `embed(batch)`: what needs no rows, a tensor of any shape.
+"""The model of a stage. After the first stage it has a method `hidden_shape(batch)`, which returns the shape of the
+hidden states that it receives. On the first stage of a module that `embeds` it has `embed(batch)`, which computes what
+needs no rows, a tensor of any shape.
 """
 
 
@@ -52,9 +53,9 @@ class Gathered:
 class ModuleOnRank:
     """The stages of a module on one rank.
 
-    `stages`: the models of its stages on this rank, by stage number. `embeds`: whether the first stage of the text
-    module has `embed`, which runs while rows travel. `trains_before_last`: whether stages before the last one, or rows
-    that enter them, need gradients; without them, hidden states need none (a frozen encoder whose projector trains).
+    `stages`: models by stage number. `embeds`: whether the first stage of the text module has `embed`, which runs while
+    rows are on their way. `trains_before_last`: whether stages before the last one, or rows that enter them, need
+    gradients; if not, hidden states need none (a frozen encoder whose projector trains).
     """
 
     stages: Mapping[int, StageModel]
@@ -106,9 +107,9 @@ class MicroBatchInputs:
 class StepResult:
     """Sums over the micro-batches of a step on this rank: scalars on the device.
 
-    `loss`: the losses of all modules, fp32; 0 without any. `losses`: by module, of those whose last stage is on this
-    rank and has a loss. `metrics`: by module and name, with every module of the topology on every rank; a module whose
-    last stage is elsewhere, or returns no metrics, has none: `result.metrics["text"].get("correct", 0)`.
+    `loss`: the losses of all modules, fp32; 0 without any. `losses`: by module whose last stage is on this rank and has
+    a loss. `metrics`: by module and name, with every module of the topology on every rank; a module whose last stage is
+    elsewhere, or returns no metrics, has none: `result.metrics["text"].get("correct", 0)`.
     """
 
     loss: Tensor
@@ -151,8 +152,8 @@ def require_fits(micro_batch: int, batch: MicroBatchInputs, schedule: Schedule) 
 
 
 def random_states(platform: Platform) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """Return two functions: one copies the states of the generators that models use, PyTorch's own and the streams of
-    Megatron-Core where it has been imported; the other restores a copy. Neither waits for the device.
+    """Return two functions: one copies the states of the random generators that models use, PyTorch's and, once it is
+    imported, Megatron-Core's; the other restores a copy. Neither waits for the device.
     """
     if "megatron.core.tensor_parallel.random" not in sys.modules:
         return platform.random_states, platform.set_random_states
