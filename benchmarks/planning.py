@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.report import table, verdict
 from megatron_hetero.boundary.ownership import Groups, Ownership
 from megatron_hetero.boundary.plan import plan_boundary
-from megatron_hetero.data.dealing import PackShape, Pieces
+from megatron_hetero.data.packing import PackMetadata
 from megatron_hetero.data.partition import StepPartitioner
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
@@ -120,18 +120,19 @@ def _measure(pair: Pair, ranks: int, rows: int, rounds: int) -> dict[str, object
 
 def _measure_step(vision: str, text: str, ranks: int, rows: int, rounds: int) -> dict[str, object]:
     layouts = {"vision": Layout.parse(vision, ranks), "text": Layout.parse(text, ranks)}
-    packs = _packs(layouts["text"].dp, rows)
+    packs = tuple(_packs(layouts["text"].dp, rows))
     milliseconds = []
     for rank in np.linspace(0, ranks - 1, rounds).astype(int).tolist():
         encoders, sharded = {"vision": SHAPE}, {"vision": True, "text": True}
         partitioner = StepPartitioner(encoders, layouts, sharded, rank, 2, {Edge("vision", "text"): (ROWS,)})
         begin = time.perf_counter()
-        partitioner.step_shares([packs])
+        partitioner.text_shard(packs)
+        partitioner.encoder_calls([packs])
         milliseconds.append(1e3 * (time.perf_counter() - begin))
     return {"pair": f"{vision} → {text}, everything in a step", "milliseconds": milliseconds}
 
 
-def _packs(replicas: int, rows: int) -> list[PackShape]:
+def _packs(replicas: int, rows: int) -> list[PackMetadata]:
     """A pack for each replica, of samples of one image each: sides log-normal about 29 units (800 pixels), and text."""
     rng = np.random.default_rng(0)
     sides = np.clip(np.exp(rng.normal(np.log(29), 0.6, (rows, 2))), 7, 125).astype(int)
@@ -142,13 +143,13 @@ def _packs(replicas: int, rows: int) -> list[PackShape]:
     return [_pack(images) for images in assigned]
 
 
-def _pack(images: list[tuple[int, int]]) -> PackShape:
+def _pack(images: list[tuple[int, int]]) -> PackMetadata:
     lengths = [height * width + 40 for height, width in images]
     starts = np.cumsum([0, *lengths]) + 20
     places = [np.arange(start, start + h * w) for start, (h, w) in zip(starts.tolist(), images, strict=False)]
     grids = tuple((1, SHAPE.merge * height, SHAPE.merge * width) for height, width in images)
     joined = np.concatenate([np.zeros(0, np.int64), *places])
-    return PackShape(tuple(lengths), (Pieces(grids, joined.tobytes()),))
+    return PackMetadata(tuple(lengths), (grids,), (joined.tobytes(),))
 
 
 def _ownerships(pair: Pair, ranks: int, rows: int) -> Callable[[], tuple[Ownership, Ownership]]:

@@ -38,7 +38,7 @@ from megatron_hetero.layout.layout import ModuleShape
 from megatron_hetero.layout.modules import resolve
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.check import check_schedule
-from megatron_hetero.schedule.contract import DeviceMicroBatch
+from megatron_hetero.schedule.contract import MicroBatchInputs
 from megatron_hetero.schedule.drawing import timeline
 from megatron_hetero.schedule.simulator import simulate
 
@@ -192,7 +192,7 @@ def ownerships(layouts: Mapping[str, Layout], batch: MicroBatch) -> tuple[Owners
     return Ownership.of(source), Ownership.of(target, "partial")
 
 
-def to_device(batch: MicroBatch, layouts: Mapping[str, Layout], rank: int, device: torch.device) -> DeviceMicroBatch:
+def to_device(batch: MicroBatch, layouts: Mapping[str, Layout], rank: int, device: torch.device) -> MicroBatchInputs:
     """What a rank needs of a micro-batch. Pictures, tokens and rows may be none."""
 
     def move(values: np.ndarray) -> Tensor:
@@ -209,7 +209,7 @@ def to_device(batch: MicroBatch, layouts: Mapping[str, Layout], rank: int, devic
         )
     plan = plan_boundary(*ownerships(layouts, batch), row_bytes=4 * WIDTH)
     crosses = {Edge(ENCODER, DECODER): load_plan(plan.rank(rank), device)} if rank in plan.ranks else {}
-    return DeviceMicroBatch(inputs, crosses)
+    return MicroBatchInputs(inputs, crosses)
 
 
 # ------------------------------------------------------------------------------------------------- a step
@@ -226,7 +226,7 @@ def step_of(topology: Topology, modules: Mapping[str, nn.Module], options: Optio
     runner = Runner(topology, modules, timeout_s=120)
 
     def step(batches: Sequence[MicroBatch]) -> Tensor:
-        def load(number: int) -> DeviceMicroBatch:
+        def load(number: int) -> MicroBatchInputs:
             return to_device(batches[number], topology.layouts, topology.rank, topology.platform.device)
 
         return runner.run(schedule, load).loss

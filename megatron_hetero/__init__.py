@@ -26,12 +26,13 @@ if TYPE_CHECKING:
     from megatron_hetero.groups.topology import build
     from megatron_hetero.layout.graph import Graph
     from megatron_hetero.layout.layout import Layout
+    from megatron_hetero.schedule.contract import MicroBatchInputs
     from megatron_hetero.step.algorithms import SGD, AdamW
     from megatron_hetero.step.gradients import count_tokens, finish_gradients, total_loss
     from megatron_hetero.step.library_optimizers import build_optimizers
     from megatron_hetero.step.megatron_adapters import lora
     from megatron_hetero.step.megatron_training import megatron_schedule, prepare_megatron
-    from megatron_hetero.step.runner import MicroBatchInputs, Runner, Stage
+    from megatron_hetero.step.runner import Runner, Stage
 
 __all__ = [
     "SGD",
@@ -68,12 +69,13 @@ _HOMES = {
     "base.errors": "UserError",
     "layout.graph": "Graph",
     "layout.layout": "Layout",
+    "schedule.contract": "MicroBatchInputs",
     "step.gradients": "count_tokens finish_gradients total_loss",
     "step.megatron_adapters": "lora",
     "step.megatron_training": "megatron_schedule prepare_megatron",
     "step.library_optimizers": "build_optimizers",
     "step.algorithms": "AdamW SGD",
-    "step.runner": "MicroBatchInputs Runner Stage",
+    "step.runner": "Runner Stage",
 }
 """Where each public name is defined, by submodule."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

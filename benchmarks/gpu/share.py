@@ -28,6 +28,8 @@ from megatron_hetero.data.loader import StepBatch
 from megatron_hetero.estimate.estimate import KINDS, Estimate
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.watchdog import Stopwatch
+from megatron_hetero.models.stages import EncoderInput
+from megatron_hetero.schedule.contract import MicroBatchInputs
 from megatron_hetero.train.measures import peak_flops, step_flops
 from megatron_hetero.train.trainer import Trainer
 
@@ -155,11 +157,7 @@ class RankOnDevice:
         batch = assumed_step(trainer)
         if platform.is_cuda:
             # As the loader leaves it.
-            pinned = [
-                replace(m, patches={name: [part.pin_memory() for part in each] for name, each in m.patches.items()})
-                for m in batch.micro_batches
-            ]
-            batch = replace(batch, micro_batches=tuple(pinned))
+            batch = replace(batch, micro_batches=tuple(map(_pinned, batch.micro_batches)))
         gc.collect()
         return cls(trainer, batch, watch)
 
@@ -184,8 +182,16 @@ class RankOnDevice:
         return {"step": seconds, "issued": issued, **phases}
 
     def _load(self, micro_batch: int) -> Any:
-        trainer = self.trainer
-        return to_device(self.batch.micro_batches[micro_batch], trainer.job, trainer.topology.platform, trains=False)
+        return to_device(self.batch.micro_batches[micro_batch], self.trainer.topology.platform.device)
+
+
+def _pinned(micro_batch: MicroBatchInputs) -> MicroBatchInputs:
+    """A micro-batch with its patches in pinned memory."""
+    vision: EncoderInput | None = micro_batch.inputs.get("vision")
+    if vision is None or vision.patches is None:
+        return micro_batch
+    pinned = replace(vision, patches=vision.patches.pin_memory())
+    return replace(micro_batch, inputs={**micro_batch.inputs, "vision": pinned})
 
 
 def _measure_steps(record: Record, rank: RankOnDevice, plan: Estimate) -> None:

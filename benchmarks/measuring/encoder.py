@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.measuring.meter import CollectiveMeter, SavedActivations
+from megatron_hetero.data.device import encoder_input, to_device
 from megatron_hetero.data.encoder_shards import EncoderShards
 from megatron_hetero.groups.megatron import prepare, prepare_globals
 from megatron_hetero.groups.platform import Platform
@@ -19,11 +20,10 @@ from megatron_hetero.layout.layout import ModuleShape
 from megatron_hetero.layout.modules import resolve
 from megatron_hetero.models.families.qwen2_5_vl.shapes import VisionShape
 from megatron_hetero.models.items.pictures import ImageSize
-from megatron_hetero.models.layers.attention import AttentionParams
 from megatron_hetero.models.layers.backend import choose_backend
 from megatron_hetero.models.layers.parts import Site
-from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.stages import EncoderInput, EncoderModel
+from megatron_hetero.schedule.contract import MicroBatchInputs
 
 
 def encoder_shape(hidden: int, layers: int = 8, heads: int = 16, out_hidden: int = 256) -> VisionShape:
@@ -77,20 +77,10 @@ class Encoder:
         model = EncoderModel(shape, Site(groups, platform, backend, torch.float32, sequence_parallel))
         _fill(model)
         shards = EncoderShards(shape, layouts["vision"], sequence_parallel, grids, (tuple(range(len(grids))),))
-        share = shards.share(topology.rank)
-        patches = shards.ownership().num_rows(topology.rank) * shape.unit + share.padding
-        device = platform.device
-        batch = EncoderInput(
-            torch.randn(patches, shape.patch_elements, device=device),
-            torch.from_numpy(share.positions).to(device),
-            AttentionParams(
-                full=PackedSegments.of_segments(share.segments, device, share.cp_lengths),
-                sp_lengths=share.sp_lengths,
-                cp_lengths=share.cp_lengths,
-                windows=PackedSegments.of(share.windows, device),
-            ),
-            share.padding,
-        )
+        [share] = shards.shards(topology.rank)
+        patches = torch.randn(share.local, shape.patch_elements, device=platform.device)
+        inputs = MicroBatchInputs({"vision": encoder_input(share, patches)})
+        batch = to_device(inputs, platform.device).inputs["vision"]
         return cls(model, batch, share.sp_lengths, platform)
 
     def forward_backward(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,16 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hetero.config.schema import Config
-from megatron_hetero.data.loader import MicroBatch, StepBatch
-from megatron_hetero.data.packing import IGNORED, PackedBatch
-from megatron_hetero.data.partition import MicroBatchShare, StepPartitioner
+from megatron_hetero.data.device import encoder_input, micro_batch_inputs, text_input
+from megatron_hetero.data.loader import StepBatch
+from megatron_hetero.data.packing import TokenizedSample
+from megatron_hetero.data.partition import EncoderCall, StepPartitioner
+from megatron_hetero.data.records import Record
 from megatron_hetero.estimate.shards import AssumedBatch
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.watchdog import Watchdog
 from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.job.job import JobSpec
-from megatron_hetero.layout.names import TEXT
-from megatron_hetero.models.family import EncoderShape
+from megatron_hetero.models.stages import EncoderInput
 from megatron_hetero.models.weights import STD, stored_shapes
 from megatron_hetero.train.trainer import Trainer
 from pretrain_vlm import build_trainer
@@ -49,45 +51,41 @@ def drawn_trainer(config: Config, platform: Platform, *, check: bool | None = No
 
 def assumed_step(trainer: Trainer) -> StepBatch:
     """A step of `trainer`, on the host."""
-    partitioner, layouts = StepPartitioner.of(trainer.job, trainer.topology.rank), trainer.topology.layouts
-    assumed = AssumedBatch.of(trainer.job)
-    batch = assumed.job.batch
-    shares = partitioner.step_shares([assumed.packs] * batch.micro_batches)
-    pack = _pack(assumed) if partitioner.rank in layouts[TEXT] else None
-    samples = batch.step_samples
+    job, partitioner = trainer.job, StepPartitioner.of(trainer.job, trainer.topology.rank)
+    assumed = AssumedBatch.of(job)
+    calls = partitioner.encoder_calls([assumed.packs] * job.batch.micro_batches)
+    shard, samples = partitioner.text_shard(assumed.packs), job.batch.step_samples
+    text = None if shard is None else text_input(_samples(assumed), shard, job.outputs, balance=job.balance)
     return StepBatch(
-        micro_batches=tuple(MicroBatch(pack, share, _patches(trainer.job.shapes.encoders, share)) for share in shares),
+        micro_batches=micro_batch_inputs(
+            [text] * job.batch.micro_batches, calls, [_chunks(call, job.dtype) for call in calls]
+        ),
         supervised=assumed.sample.supervised * samples,
         tokens=assumed.sample.tokens * samples,
         sizes={encoder: sizes * samples for encoder, sizes in assumed.sample.sizes.items()},
         sample_lengths=(assumed.sample.tokens,) * samples,
-        encoder_loads=tuple(loads for share in shares for loads in share.loads.values()),
+        encoder_loads=tuple(call.everyone.loads for call in calls),
     )
 
 
-def _pack(assumed: AssumedBatch) -> PackedBatch:
-    samples, tokens, supervised = assumed.job.batch.samples, assumed.sample.tokens, assumed.sample.supervised
-    ids = np.arange(samples * tokens) % TOKENS
-    labels = np.full((samples, tokens), IGNORED, np.int64)
-    answers = slice(tokens - 1 - supervised, tokens - 1)
-    labels[:, answers] = ids.reshape(samples, tokens)[:, answers]
-    return PackedBatch(
-        input_ids=ids,
-        labels=labels.ravel(),
-        position_ids=np.tile(np.arange(tokens), (3, samples)),
-        cu_seqlens=np.arange(samples + 1) * tokens,
-        supervised_tokens=supervised * samples,
-    )
+def _samples(assumed: AssumedBatch) -> dict[int, TokenizedSample]:
+    """The samples of a pack, by number."""
+    number, tokens, nothing = assumed.job.batch.samples, assumed.sample.tokens, np.zeros(0, np.int64)
+    ids, positions = np.arange(number * tokens).reshape(number, tokens) % TOKENS, np.tile(np.arange(tokens), (3, 1))
+    supervised, record = np.arange(tokens) >= tokens - assumed.sample.supervised, Record("plan", 0, "plan", (), ())
+    return {i: TokenizedSample(ids[i], supervised, (), (), positions, nothing, nothing, record) for i in range(number)}
 
 
-def _patches(encoders: Mapping[str, EncoderShape], share: MicroBatchShare) -> dict[str, list[Tensor]]:
-    """The patches that the rank embeds in each part."""
-    found = {}
-    for name in share.patches:
-        shape, generator = encoders[name], torch.Generator().manual_seed(0)
-        lengths = [part.embedded + part.padding for part in share.encoders[name]]
-        found[name] = [torch.randn(length, shape.patch_elements, generator=generator) for length in lengths]
-    return found
+def _chunks(call: EncoderCall, dtype: torch.dtype) -> list[EncoderInput]:
+    """The input of each chunk of a call, with patches where the rank embeds them."""
+    shape: Any = call.everyone.shape
+    generator, chunks = torch.Generator().manual_seed(0), list[EncoderInput]()
+    for shard in call.shards:
+        patches = None
+        if call.exchange is not None:
+            patches = torch.randn(shard.local, shape.patch_elements, generator=generator).to(dtype)
+        chunks.append(encoder_input(shard, patches))
+    return chunks
 
 
 @dataclass(frozen=True)

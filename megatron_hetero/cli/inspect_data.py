@@ -128,7 +128,7 @@ def show(config: Config, count: int, console: Console, sheets: Path | None = Non
                     console.print(Text(f"frames: {path}"), soft_wrap=True)
     if processor.advice:
         console.print(Text(processor.advice), soft_wrap=True)
-    console.print(Text(samples_per_epoch(mixture.parts)), soft_wrap=True)
+    console.print(Text(samples_per_epoch(mixture.sampled)), soft_wrap=True)
 
 
 def _parser() -> argparse.ArgumentParser:

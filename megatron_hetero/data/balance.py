@@ -28,17 +28,17 @@ MAX_EXCHANGES = 32
 """Limit of exchanges in one assignment. Each costs one pass over the items."""
 
 EVEN_ENOUGH = 1.002
-"""A largest load within this factor of its lower bound is not improved: predictions are coarser."""
+"""A largest load within this factor of its lower bound is not improved further, since predictions are coarser."""
 
 
 def assign(costs: Sequence[float], replicas: int) -> list[list[int]]:
-    """The items of each of `replicas`, ascending, such that the largest sum of `costs` (0 or more) is small.
+    """Return the items of each of `replicas`, ascending, such that the largest sum of `costs` (0 or more) is small.
 
     Items are assigned the largest first, each to the least loaded replica; the largest load is then at most 4/3 - 1/(3
     replicas) of the best possible (Graham 1969, "Bounds on multiprocessing timing anomalies"). Then the most loaded
     replica gives single items away, or exchanges them for smaller ones, as long as the larger load of the two replicas
-    decreases. This never makes the largest load larger, nor the smallest smaller. Items of equal cost go to replicas in
-    order: one that decodes some frames of a video decodes what is between them too.
+    decreases. This never increases the largest load, nor decreases the smallest. Items of equal cost go to replicas in
+    order, so that a rank decodes neighbouring frames of a video.
     """
     values = np.asarray(costs, dtype=np.float64)
     owner, loads = _largest_first(values.tolist(), replicas)
@@ -53,23 +53,24 @@ def assign(costs: Sequence[float], replicas: int) -> list[list[int]]:
 
 
 def assign_in_order(count: int, replicas: int) -> list[list[int]]:
-    """The items of each of `replicas`: contiguous blocks of 0 .. `count` - 1, of which the first may have one more."""
+    """Return the items of each of `replicas`: contiguous blocks of 0 .. `count` - 1, the first ones longer by one if
+    `replicas` does not divide `count`.
+    """
     each, longer = divmod(count, replicas)
     starts = [replica * each + min(replica, longer) for replica in range(replicas + 1)]
     return [list(range(start, stop)) for start, stop in itertools.pairwise(starts)]
 
 
 def idle_share(*rounds: Sequence[float]) -> float:
-    """The share, 0 to 1, of the replicas' time that they wait for the most loaded one: 1 - mean / max; 0 without work.
-
-    `rounds`: the loads of all replicas in each round, at the end of which they wait for each other.
+    """Return the share, 0 to 1, of their time that replicas wait for the most loaded one: 1 - mean / max; 0 without
+    work. `rounds`: the loads of all replicas in each round, at the end of which they wait for each other.
     """
     longest = sum(max(loads, default=0.0) for loads in rounds)
     return 1 - sum(sum(loads) / len(loads) for loads in rounds if loads) / longest if longest > 0 else 0.0
 
 
 def _largest_first(costs: list[float], replicas: int) -> tuple[np.ndarray, np.ndarray]:
-    """The owner (int64) of each item, and the load (float64) of each replica."""
+    """Return the owner (int64) of each item, and the load (float64) of each replica."""
     heap = [(0.0, replica) for replica in range(replicas)]
     owner = [0] * len(costs)
     for item in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
@@ -83,20 +84,20 @@ def _largest_first(costs: list[float], replicas: int) -> tuple[np.ndarray, np.nd
 
 
 def _exchange(fullest: int, costs: np.ndarray, owner: np.ndarray, loads: np.ndarray) -> bool:
-    """Performs the exchange that minimises the larger load of the two replicas; False if none helps.
+    """Perform the exchange that minimises the larger load of the two replicas. Returns False if none helps.
 
     The best partner of each item of another replica is the item of `fullest` that is larger by nearly half of the
     difference of the two loads. A replica that gives nothing takes part with an item of no cost.
     """
-    mine = np.flatnonzero(owner == fullest)
-    mine = mine[np.argsort(costs[mine], kind="stable")]
+    items = np.flatnonzero(owner == fullest)
+    items = items[np.argsort(costs[items], kind="stable")]
     partner = np.concatenate([owner, np.arange(len(loads))])
     partner_cost: np.ndarray = np.concatenate([costs, np.zeros(len(loads))])
     gaps: np.ndarray = loads[fullest] - loads[partner]
     wanted: np.ndarray = partner_cost + gaps / 2
-    above: np.ndarray = np.searchsorted(costs[mine], wanted)
-    either = np.stack((np.maximum(above - 1, 0), np.minimum(above, len(mine) - 1)))
-    shifts = costs[mine][either] - partner_cost
+    above: np.ndarray = np.searchsorted(costs[items], wanted)
+    either = np.stack((np.maximum(above - 1, 0), np.minimum(above, len(items) - 1)))
+    shifts = costs[items][either] - partner_cost
     # The larger of the two loads afterwards, less the load of the fullest now. Never negative for items of the fullest.
     changes = np.maximum(-shifts, shifts - gaps)
     side, best = np.unravel_index(changes.argmin(), changes.shape)
@@ -105,7 +106,7 @@ def _exchange(fullest: int, costs: np.ndarray, owner: np.ndarray, loads: np.ndar
     loads[[fullest, partner[best]]] += shifts[side, best] * np.array([-1, 1])
     if best < len(owner):
         owner[best] = fullest
-    owner[mine[either[side, best]]] = partner[best]
+    owner[items[either[side, best]]] = partner[best]
     return True
 
 
@@ -118,20 +119,20 @@ def _items_of(owner: np.ndarray, replicas: int) -> list[list[int]]:
 UNLIMITED = 1 << 62
 """The budget of a size without a limit."""
 COST_WEIGHT = 0.01
-"""Weight of the unevenness of costs against 1 for the first kind: bins stay within 1 % of each other."""
+"""Weight of uneven costs, where uneven sizes of the first kind weigh 1: bins stay within 1 % of each other."""
 EXCHANGES = 5
 """Limit of exchanges in each pass over the bins, for each bin."""
 CANDIDATES = 192
 """Approximate number of items that a bin may get in an exchange, from the bins that differ most from it."""
 NEAR = 1e-7
-"""Squared distance from the mean up to which bins are not improved, and the least gain of an exchange."""
+"""Squared distance from the mean below which bins are not improved, and minimum gain of an exchange."""
 
 
 def fill_bins(
     sizes: np.ndarray, budgets: Sequence[int], costs: Sequence[int] | np.ndarray, multiple: int = 1
 ) -> list[list[int]]:
-    """The items of each bin, ascending, in as few bins as the search finds. Some may be empty if there are fewer items
-    than bins.
+    """Return the items of each bin, ascending, in as few bins as the search finds. Some are empty if there are fewer
+    items than bins.
 
       1. Begin with the fewest rounds that sums allow; add one as long as 2 fails.
       2. Items go to the least full bin that has room, the largest first, as in `assign`. Then the bin that is farthest
@@ -164,10 +165,10 @@ def fill_bins(
 
 
 def into_rounds(work: Sequence[float], replicas: int) -> list[list[int]]:
-    """The number of the bin of each round and replica. `work`: work of each bin, for a whole number of rounds.
+    """Return the number of the bin of each round and replica. `work`: work of each bin, for a whole number of rounds.
 
-    Bins of similar work form a round, the largest first: what does not fit in memory fails at once. In a round, the
-    bins with most work are on the replicas that had least before.
+    Bins of similar work form a round, the largest first, so that what does not fit in memory fails at once. In a round,
+    bins with more work are on replicas that had less before.
     """
     order = sorted(range(len(work)), key=lambda i: (-work[i], i))
     done: list[float] = [0.0] * replicas
@@ -183,9 +184,9 @@ def into_rounds(work: Sequence[float], replicas: int) -> list[list[int]]:
 
 @dataclass(eq=False)
 class _Bins:
-    """An assignment that is improved in place. All sizes are in means of a bin; the last kind is the cost.
+    """An assignment that is improved in place. Sizes are relative to the mean of all bins; the last kind is the cost.
 
-    After the real items, each bin owns an item of no size, which it exchanges to give an item away or to get one.
+    After the real items, each bin owns an item of size 0, which it exchanges to give an item away or to get one.
     `sizes`: [kinds + 1, items + bins]; `caps`: [kinds + 1]; `owner`: int64 [items + bins]; `loads`: [kinds + 1, bins].
     """
 
@@ -196,7 +197,7 @@ class _Bins:
 
     @classmethod
     def of(cls, sizes: np.ndarray, budgets: Sequence[int], costs: np.ndarray, bins: int) -> _Bins:
-        """Assigns the largest first, each to the least full bin that has room, or if none has, to the least full."""
+        """Assign the largest first, each to the least full bin that has room, or to the least full if none has."""
         totals = np.concatenate([sizes.sum(axis=0), [costs.sum()]]).astype(np.float64)
         means = np.where(totals > 0, totals, 1.0) / bins
         whole = np.concatenate([sizes.T, costs[None]]).astype(np.float64)
@@ -222,7 +223,7 @@ class _Bins:
         return self.loads.shape[1]
 
     def even_out(self, cost_weight: float) -> None:
-        """Exchanges items until bins are near the mean, no exchange helps, or the limit is reached."""
+        """Exchange items until bins are near the mean, no exchange helps, or the limit is reached."""
         distance = self._distance(self.loads, cost_weight)
         settled = np.zeros(self.count, bool)
         for _ in range(EXCHANGES * self.count):
@@ -238,7 +239,7 @@ class _Bins:
             settled[:] = False
 
     def _distance(self, loads: np.ndarray, cost_weight: float) -> np.ndarray:
-        """Squared distance from the mean of bins of `loads` [kinds + 1, ...], far more for bins over a budget."""
+        """Return the squared distance from the mean of bins with `loads` [kinds + 1, ...], far more over a budget."""
         first, cost = loads[0] - 1.0, loads[-1] - 1.0
         distance = first * first + cost_weight * (cost * cost)
         for load, cap in zip(loads, self.caps, strict=True):
@@ -247,15 +248,15 @@ class _Bins:
         return distance
 
     def _exchange(self, one: int, distance: np.ndarray, cost_weight: float) -> int | None:
-        """Exchanges the two items that bring the two bins nearest to the mean. Returns the other bin; None if no
+        """Exchange the two items that bring the two bins nearest to the mean. Returns the other bin; None if no
         exchange helps.
         """
-        mine = np.flatnonzero(self.owner == one)
+        items = np.flatnonzero(self.owner == one)
         theirs = np.flatnonzero(self._partners(one)[self.owner])
         others = self.owner[theirs]
         if not len(theirs):
             return None
-        moved = self.sizes[:, None, theirs] - self.sizes[:, mine, None]
+        moved = self.sizes[:, None, theirs] - self.sizes[:, items, None]
         after = self._distance(self.loads[:, one, None, None] + moved, cost_weight)
         after = after + self._distance(self.loads[:, None, others] - moved, cost_weight)
         gains = distance[one] + distance[others] - after
@@ -265,8 +266,8 @@ class _Bins:
         other = int(others[take])
         self.loads[:, one] += moved[:, give, take]
         self.loads[:, other] -= moved[:, give, take]
-        given, taken, real = int(mine[give]), int(theirs[take]), len(self.owner) - self.count
-        # Items of no size keep their owner.
+        given, taken, real = int(items[give]), int(theirs[take]), len(self.owner) - self.count
+        # Items of size 0 do not change their owner.
         if given < real:
             self.owner[given] = other
         if taken < real:
@@ -274,7 +275,7 @@ class _Bins:
         return other
 
     def _partners(self, one: int) -> np.ndarray:
-        """The bins that differ most from bin `one`, bool [bins]; not itself."""
+        """Return which bins differ most from bin `one`, bool [bins]; never itself."""
         apart = np.abs(self.loads[0] - self.loads[0, one])
         apart[one] = -1.0
         number = max(1, CANDIDATES * self.count // len(self.owner))
@@ -284,21 +285,20 @@ class _Bins:
 
 
 PATCHES_OF_A_CALL = 4096
-"""Patches of a rank up to which a call takes more micro-batches, on average over the encoder's ranks.
+"""Patches per rank, on average over the encoder's ranks, up to which a call takes more micro-batches.
 
-A GPU then computes longer than its host issues kernels: a layer of a vision encoder takes some 40 MFLOP per patch
-forward, 4,096 of them about 0.3 ms on an H100, and a dozen kernels and the Python around them less. A larger call would
-gain nothing and take more temporary memory, here about 150 MB for a layer.
+A GPU then computes for longer than its host needs to launch the kernels: a layer of a vision encoder takes some 40
+MFLOP per patch forward, about 0.3 ms for 4,096 patches on an H100, and launching a dozen kernels takes less. A larger
+call would gain nothing and take more temporary memory, here about 150 MB for a layer.
 """
 
 
 def cut_calls(
     patches: Sequence[int], runs: Iterable[range], layout: Layout, limit: int | None = None
 ) -> tuple[range, ...]:
-    """All micro-batches, in calls.
+    """Return all micro-batches, in calls.
 
-    A call takes one micro-batch after the other as long as it stays within `PATCHES_OF_A_CALL` for each rank and within
-    `limit` for each shard, and at least one.
+    A call takes one micro-batch or more, as many as are within `PATCHES_OF_A_CALL` per rank and `limit` per shard.
 
     Args:
         patches: patches of each micro-batch, over all replicas.
@@ -306,13 +306,13 @@ def cut_calls(
         layout: layout of the encoder.
         limit: see `data.encoder_shards.EncoderShards`.
     """
-    calls, most = [], PATCHES_OF_A_CALL * layout.stage_size
+    calls, maximum = [], PATCHES_OF_A_CALL * layout.stage_size
     if limit is not None:
-        most = min(most, limit * layout.ways("tokens", "samples"))
+        maximum = min(maximum, limit * layout.ways("tokens", "samples"))
     for run in runs:
         first, total = run.start, 0
         for m in run:
-            if m > first and total + patches[m] > most:
+            if m > first and total + patches[m] > maximum:
                 calls.append(range(first, m))
                 first, total = m, 0
             total += patches[m]

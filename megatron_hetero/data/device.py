@@ -1,101 +1,163 @@
-"""Moves a micro-batch to the device: what modules read of it, and the plans by which rows cross between them."""
+"""Inputs of the modules in a micro-batch: built on the host from samples, patches and shards, then moved to the device
+with the plans by which rows cross between modules.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_hetero.boundary.loaded import load_plan
-from megatron_hetero.data.encoder_shards import EncoderShare
-from megatron_hetero.data.loader import MicroBatch
-from megatron_hetero.data.packing import IGNORED, PackedBatch
-from megatron_hetero.data.token_ids import with_ids
-from megatron_hetero.data.token_shards import TokenShare
-from megatron_hetero.groups.platform import Platform, on_device
-from megatron_hetero.job.job import JobSpec
+from megatron_hetero.boundary.plan import RankPlan
+from megatron_hetero.data.packing import IGNORED, TokenizedSample
+from megatron_hetero.data.partition import EncoderCall
+from megatron_hetero.data.token_ids import text_ids
+from megatron_hetero.data.token_shards import SequenceShard
+from megatron_hetero.groups.platform import CPU, on_device
+from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.layers.attention import AttentionParams
 from megatron_hetero.models.layers.balance_loss import BalancedSamples
+from megatron_hetero.models.layers.dropout import TokenIds
 from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.stages import EncoderInput, TextInput
-from megatron_hetero.schedule.contract import DeviceMicroBatch, InParts
+from megatron_hetero.schedule.contract import InChunks, MicroBatchInputs
 
 PADDING_TOKEN = 0
 """Fills shards: any token will do, since nothing attends to it and it predicts nothing."""
 
 
-def to_device(batch: MicroBatch, job: JobSpec, platform: Platform, *, trains: bool = True) -> DeviceMicroBatch:
-    """Move a micro-batch to the device; patches arrive in the dtype of the job. `trains`: whether a loss that balances
-    experts counts, and adapters have dropout.
-    """
-    own, inputs = batch.share, {}
-    for name, shares in own.encoders.items():
-        patches = [_move(part, platform).to(job.dtype) for part in batch.patches.get(name, ())] or [None] * len(shares)
-        parts = [_encoder_input(*part, platform) for part in zip(shares, patches, strict=True)]
-        inputs[name] = parts[0] if len(parts) == 1 else InParts(parts)
-    if own.text is not None and batch.pack is not None:
-        balance = job.balance if trains else 0.0
-        balanced = _balanced(batch.pack, own.text, platform, balance) if balance else None
-        inputs[TEXT] = replace(_text_input(batch.pack, own.text, platform, job.outputs), balanced=balanced)
-    boundaries = {edge: load_plan(part, platform.device) for edge, part in own.boundaries.items()}
-    return DeviceMicroBatch(with_ids(inputs, batch.ids, platform) if trains else inputs, boundaries, own.calls)
-
-
-def _encoder_input(share: EncoderShare, patches: Tensor | None, platform: Platform) -> EncoderInput:
+def encoder_input(shard: SequenceShard, patches: Tensor | None, ids: TokenIds | None = None) -> EncoderInput:
+    """Return the input of an encoder, on the host. `patches`: see `EncoderInput`; `ids`: for dropout."""
     attention = AttentionParams(
-        full=PackedSegments.of_segments(share.segments, platform.device, share.cp_lengths),
-        sp_lengths=share.sp_lengths,
-        cp_lengths=share.cp_lengths,
-        windows=PackedSegments.of(share.windows, platform.device),
+        full=PackedSegments.of_segments(shard.segments, CPU, shard.cp_lengths),
+        sp_lengths=shard.sp_lengths,
+        cp_lengths=shard.cp_lengths,
+        windows=PackedSegments.of(shard.windows, CPU),
+        ids=ids,
     )
-    return EncoderInput(patches, _move(share.positions, platform), attention, share.padding)
+    return EncoderInput(patches, torch.from_numpy(shard.positions), attention, shard.padding)
 
 
-def _text_input(
-    pack: PackedBatch, share: TokenShare, platform: Platform, outputs: Mapping[str, Collection[str]]
+def text_input(
+    samples: Mapping[int, TokenizedSample],
+    shard: SequenceShard,
+    outputs: Mapping[str, Collection[str]],
+    *,
+    balance: float = 0.0,
+    dropout: bool = False,
 ) -> TextInput:
-    """Return the tokens of this rank's shard, with their labels."""
-    labels = pack.labels[share.tokens]
-    supervised = np.flatnonzero(labels != IGNORED)
-    padding = share.padded - len(share.tokens)
+    """Pack samples, and return the tokens of this rank's shard with their labels, on the host.
+
+    Args:
+        samples: all samples of the pack, in order, by number in the stream.
+        shard: this rank's shard of the pack.
+        outputs: by encoder, the outputs whose rows enter.
+        balance: weight of the loss that balances experts; 0: none.
+        dropout: whether tokens get ids for it.
+    """
+    packed, positions = list(samples.values()), shard.positions
+    dims = len(packed[0].position_ids) if packed else 3
+    ids, labels = _joined([each.input_ids for each in packed]), _joined([each.labels for each in packed])
+    supervised = np.flatnonzero(labels[positions] != IGNORED)
+    # The sample of each token of the shard, by its index in the pack.
+    starts, ends = np.cumsum([0, *shard.lengths]), np.cumsum(shard.lengths)
+    sample = np.searchsorted(ends, positions, side="right")
+    numbers = np.array([*samples], np.int64)[sample]
+    padding = shard.padded - shard.tokens
     return TextInput(
-        tokens=_move(np.pad(pack.input_ids[share.tokens], (0, padding), constant_values=PADDING_TOKEN), platform),
-        positions=_move(pack.position_ids[:, share.tokens], platform),
-        supervised=_move(supervised, platform),
-        targets=_move(labels[supervised], platform),
-        rows_at={name: _move(places, platform) for name, places in _places(share, outputs).items()},
+        tokens=_tensor(np.pad(ids[positions], (0, padding), constant_values=PADDING_TOKEN)),
+        positions=_tensor(_joined([each.position_ids for each in packed], dims)[:, positions]),
+        supervised=_tensor(supervised),
+        targets=_tensor(labels[positions][supervised]),
+        rows_at={name: _tensor(places) for name, places in _places(shard, outputs).items()},
         attention=AttentionParams(
-            full=PackedSegments.of_segments(share.segments, platform.device, share.cp_lengths),
-            sp_lengths=share.sp_lengths,
-            cp_lengths=share.cp_lengths,
-            lengths=tuple(np.diff(pack.cu_seqlens).tolist()),
+            full=PackedSegments.of_segments(shard.segments, CPU, shard.cp_lengths),
+            sp_lengths=shard.sp_lengths,
+            cp_lengths=shard.cp_lengths,
+            lengths=shard.lengths,
+            ids=text_ids(shard, numbers, positions - starts[sample]) if dropout else None,
         ),
+        balanced=_balanced(packed, sample, balance) if balance else None,
+        samples=numbers,
     )
 
 
-def _balanced(pack: PackedBatch, share: TokenShare, platform: Platform, weight: float) -> BalancedSamples:
-    """Return the samples of a pack for the loss that balances experts."""
-    starts, lengths = pack.cu_seqlens[1:], np.diff(pack.cu_seqlens)
-    supervised = np.searchsorted(starts, np.flatnonzero(pack.labels != IGNORED), side="right")
-    factors = weight * np.bincount(supervised, minlength=len(lengths)) / lengths.astype(np.float64) ** 2
-    of_tokens = np.searchsorted(starts, share.tokens, side="right")
-    return BalancedSamples(_move(of_tokens, platform), _move(factors.astype(np.float32), platform))
+def _joined(arrays: Sequence[np.ndarray], *dims: int) -> np.ndarray:
+    """Join arrays, int64 [*dims, n], along the last dim."""
+    return np.concatenate([np.zeros((*dims, 0), np.int64), *arrays], axis=-1)
 
 
-def _places(share: TokenShare, outputs: Mapping[str, Collection[str]]) -> dict[str, np.ndarray]:
+def _balanced(packed: Sequence[TokenizedSample], sample: np.ndarray, weight: float) -> BalancedSamples:
+    """Return the samples of a pack for the loss that balances experts. `sample`: index of each token's sample."""
+    lengths = np.array([*map(len, packed)], np.int64)
+    supervised = np.array([np.sum(each.labels != IGNORED) for each in packed], np.int64)
+    factors = weight * supervised / lengths.astype(np.float64) ** 2
+    return BalancedSamples(_tensor(sample), _tensor(factors.astype(np.float32)))
+
+
+def _places(shard: SequenceShard, outputs: Mapping[str, Collection[str]]) -> dict[str, np.ndarray]:
     """Return the token positions of the rows of each output, encoder by encoder as stages receive them."""
     names = dict.fromkeys(name for each in outputs.values() for name in each)
-    none = np.zeros(0, np.int64)
     return {
-        name: np.concatenate([none, *(share.rows_at[encoder] for encoder, each in outputs.items() if name in each)])
-        for name in names
+        name: _joined([shard.rows_at[encoder] for encoder, each in outputs.items() if name in each]) for name in names
     }
 
 
-def _move(values: np.ndarray | Tensor, platform: Platform) -> Tensor:
-    tensor = values if isinstance(values, Tensor) else torch.from_numpy(np.ascontiguousarray(values))
-    return on_device(tensor, platform.device)
+def _tensor(values: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values))
+
+
+def micro_batch_inputs(
+    texts: Sequence[TextInput | None], calls: Sequence[EncoderCall], chunks: Sequence[Sequence[EncoderInput]]
+) -> tuple[MicroBatchInputs, ...]:
+    """Return this rank's inputs of all micro-batches of a step, on the host.
+
+    Args:
+        texts: for each micro-batch, the input of the text module; None outside it.
+        calls: calls of encoders.
+        chunks: for each call, the input of each of its chunks; none outside the encoder.
+    """
+    inputs: list[dict[str, Any]] = [{} for _ in texts]
+    rows: list[dict[Edge, RankPlan]] = [{} for _ in texts]
+    ranges: list[dict[str, range]] = [{} for _ in texts]
+    for call, each in zip(calls, chunks, strict=True):
+        first = call.micro_batches.start
+        if each:
+            inputs[first][call.encoder] = each[0] if len(each) == 1 else InChunks(list(each))
+        if len(call.micro_batches) > 1:
+            ranges[first][call.encoder] = call.micro_batches
+        for m, plans in zip(call.micro_batches, call.rows, strict=True):
+            rows[m].update(plans)
+    for modules, text in zip(inputs, texts, strict=True):
+        if text is not None:
+            modules[TEXT] = text
+    return tuple(MicroBatchInputs(*each) for each in zip(inputs, rows, ranges, strict=True))
+
+
+def to_device(batch: MicroBatchInputs, device: torch.device) -> MicroBatchInputs:
+    """Copy all tensors of a micro-batch to the device, without waiting for the copies, and load its plans there."""
+    rows = {edge: load_plan(plan, device) for edge, plan in batch.rows.items()}
+    return replace(batch, inputs=_moved(batch.inputs, device, {}), rows=rows)
+
+
+def _moved(value: Any, device: torch.device, copies: dict[int, Tensor]) -> Any:
+    """Return a value with all tensors in it on the device: fields of dataclasses, entries of mappings and sequences.
+    `copies`: tensors that have been moved, by id, so that one tensor stays one.
+    """
+    if isinstance(value, Tensor):
+        if id(value) not in copies:
+            copies[id(value)] = on_device(value, device)
+        return copies[id(value)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _moved(getattr(value, f.name), device, copies) for f in fields(value)})
+    if isinstance(value, Mapping):
+        return {key: _moved(each, device, copies) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_moved(each, device, copies) for each in value]
+    return value

@@ -8,13 +8,13 @@ crosses ranks. Shards are numbered with `sp` varying faster than `cp`.
 
     piece 0: windows 0 1 2 3 | piece 1: windows 4 5        sp = 2: rank 0 has 0 1 2, rank 1 has 3 4 5
 
-With a limit on the patches of a rank, an encoder works on some pieces after the others, in *parts*, each with shards of
-its own.
+With a limit on the patches of a rank, an encoder works on the pieces in several *chunks*, one after the other, each
+with shards of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -22,39 +22,20 @@ import numpy as np
 
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.data.balance import assign
-from megatron_hetero.data.token_shards import holding_groups, tp_share
+from megatron_hetero.data.token_shards import SequenceShard, holding_groups, local_tokens, tp_share
 from megatron_hetero.layout.axes import axes_of
-from megatron_hetero.layout.context import AttentionSegments, contiguous_segments
+from megatron_hetero.layout.context import contiguous_segments
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.items.types import ItemOrder, ItemShape, Size
-
-
-@dataclass(frozen=True, eq=False)
-class EncoderShare:
-    """What one rank of the encoder encodes in one part of a micro-batch. All lengths in patches.
-
-    `embedded`: those that the rank embeds; `padding`: patches of zeros after them. `positions`: int64 [2, n] for the n
-    real patches of the shard, which the rank's tp group shares. `windows`: lengths of the shard's windows.
-    `sp_lengths`: lengths of the sp members of this rank's cp member; `cp_lengths`: lengths of the cp members.
-    `segments`: full attention of the cp member.
-    """
-
-    embedded: int
-    padding: int
-    positions: np.ndarray
-    windows: tuple[int, ...]
-    sp_lengths: tuple[int, ...]
-    cp_lengths: tuple[int, ...]
-    segments: AttentionSegments
 
 
 @dataclass(frozen=True, eq=False)
 class EncoderShards:
     """The pieces of a call, of `sizes`, on the ranks of an encoder's `layout`, in each of its pipeline stages.
 
-    `assigned`: numbers of the pieces of each replica. `sharded`: whether activations are sharded over tp. `limit`: the
-    most patches in a part for each of a replica's cp * sp shards, on average; None: any. A larger piece is a part of
-    its own. Rows are numbered piece by piece, in raster order of their units.
+    `assigned`: numbers of the pieces of each replica. `sharded`: whether activations are sharded over tp. `limit`:
+    maximum patches in a chunk for each of a replica's cp * sp shards, on average; None: any. A larger piece is a chunk
+    by itself. Rows are numbered piece by piece, in raster order of their units.
     """
 
     shape: ItemShape
@@ -65,30 +46,30 @@ class EncoderShards:
     limit: int | None = None
 
     @cached_property
-    def parts(self) -> tuple[EncoderShards, ...]:
-        """The shards of each part. Replicas with fewer runs of pieces than others have empty ones at the end."""
+    def chunks(self) -> tuple[EncoderShards, ...]:
+        """The shards of each chunk. Replicas with fewer chunks than others have empty ones at the end."""
         if self.limit is None:
             return (self,)
-        most = self.limit * self.layout.cp * self.layout.sp
-        runs = [self._runs(pieces, most) for pieces in self.assigned]
+        maximum = self.limit * self.layout.cp * self.layout.sp
+        runs = [self._runs(pieces, maximum) for pieces in self.assigned]
         number = max(1, *map(len, runs))
-        padded = [[*of_replica, *[()] * (number - len(of_replica))] for of_replica in runs]
+        padded = [[*runs_of_replica, *[()] * (number - len(runs_of_replica))] for runs_of_replica in runs]
         return tuple(replace(self, assigned=assigned, limit=None) for assigned in zip(*padded, strict=True))
 
-    def _runs(self, pieces: tuple[int, ...], most: int) -> list[tuple[int, ...]]:
-        """Cut pieces into runs of at most `most` patches, or of one piece."""
+    def _runs(self, pieces: tuple[int, ...], maximum: int) -> list[tuple[int, ...]]:
+        """Cut pieces into runs of at most `maximum` patches, or of one piece."""
         runs, free = list[list[int]](), 0
         for piece in pieces:
             patches = self.shape.rows(self.sizes[piece]) * self.shape.unit
             if not runs or patches > free:
                 runs.append([])
-                free = most
+                free = maximum
             runs[-1].append(piece)
             free -= patches
         return [tuple(run) for run in runs]
 
     def replica(self, number: int) -> ReplicaShards:
-        """The shards of the members of one replica."""
+        """Return the shards of the members of one replica."""
         sizes = [self.sizes[i] for i in self.assigned[number]]
         return ReplicaShards(self.shape, sizes, self.layout.sp, self.layout.cp)
 
@@ -103,14 +84,14 @@ class EncoderShards:
         return np.cumsum([0, *map(self.shape.rows, self.sizes)])
 
     def ownership(self, stage: int = 0) -> Ownership:
-        """The units of the shard of each rank of a stage, in this order, whose rows it holds once it has encoded."""
+        """Return the units in the shard of each rank of a stage, in the order in which it encodes their rows."""
         first = self._ownership
         return first if stage == 0 else replace(first, groups=holding_groups(self.layout, self.sharded, stage))
 
     @cached_property
     def _ownership(self) -> Ownership:
-        if len(self.parts) > 1:
-            return Ownership.joined([part.ownership() for part in self.parts])
+        if len(self.chunks) > 1:
+            return Ownership.joined([chunk.ownership() for chunk in self.chunks])
         in_order = [
             self.shape.order(self.sizes[i]).units + self._first_row[i] for pieces in self.assigned for i in pieces
         ]
@@ -123,21 +104,21 @@ class EncoderShards:
         return Ownership(holding_groups(self.layout, self.sharded), ids, np.append(starts, len(ids)))
 
     def replica_ownership(self, replica: int) -> Ownership:
-        """The part of `ownership` that is one replica's."""
+        """Return the `ownership` of the ranks of one replica."""
         whole = self.ownership()
         size = len(whole.groups) // self.layout.dp
         return whole.of_groups(replica * size, (replica + 1) * size)
 
     def decoded(self, replica: int, turn: int) -> Ownership:
-        """The units that each rank of a replica decodes, see `decoders`: whole pieces, in raster order."""
-        first, units = self._first_row, dict[tuple[int, ...], np.ndarray]()
+        """Return the units that each rank of a replica decodes, see `decoders`: whole pieces, in raster order."""
+        first, units_by_rank = self._first_row, dict[tuple[int, ...], np.ndarray]()
         for rank, pieces in self.decoders(replica, turn).items():
-            parts: list[np.ndarray] = [np.arange(first[i], first[i + 1]) for i in pieces]
-            units[rank,] = np.concatenate([np.zeros(0, np.int64), *parts])
-        return Ownership.of(units)
+            units: list[np.ndarray] = [np.arange(first[i], first[i + 1]) for i in pieces]
+            units_by_rank[rank,] = np.concatenate([np.zeros(0, np.int64), *units])
+        return Ownership.of(units_by_rank)
 
     def decoders(self, replica: int, turn: int) -> dict[int, tuple[int, ...]]:
-        """The numbers of the pieces that each rank of a replica decodes, assigned so that patches are even.
+        """Return the numbers of the pieces that each rank of a replica decodes, assigned so that patches are even.
 
         `turn`: number of the micro-batch; with fewer pieces than ranks, other ranks decode in each.
         """
@@ -146,33 +127,34 @@ class EncoderShards:
         assigned = assign([float(self.shape.rows(self.sizes[i]) * self.shape.unit) for i in pieces], len(ranks))
         return {rank: tuple(pieces[i] for i in assigned[(at - turn) % len(ranks)]) for at, rank in enumerate(ranks)}
 
-    def shares(self, rank: int) -> tuple[EncoderShare, ...]:
-        """What `rank` encodes in each part."""
-        return tuple(part.share(rank) for part in self.parts)
+    def shards(self, rank: int) -> tuple[SequenceShard, ...]:
+        """Return what `rank` encodes in each chunk."""
+        return tuple(chunk._shard(rank) for chunk in self.chunks)
 
-    def share(self, rank: int) -> EncoderShare:
-        """What `rank` encodes, in one part."""
+    def _shard(self, rank: int) -> SequenceShard:
         at, layout, unit = self.layout.coordinate(rank), self.layout, self.shape.unit
-        member, shards = at.cp * layout.sp + at.sp, self.replica(at.dp)
-        lengths = unit * shards.units.reshape(layout.cp, layout.sp)
-        cp_lengths, units = tuple(lengths.sum(axis=1).tolist()), int(shards.units[member])
-        share = int(tp_share(np.array(units), layout.tp if self.sharded else 1))
-        embedded = max(0, min(units - share * at.tp, share)) if self.sharded else units
-        return EncoderShare(
-            embedded=embedded * unit,
-            padding=(share - embedded) * unit,
-            positions=shards.positions(member),
-            windows=shards.windows(member),
+        member, replica = at.cp * layout.sp + at.sp, self.replica(at.dp)
+        lengths = unit * replica.units.reshape(layout.cp, layout.sp)
+        cp_lengths, units = tuple(lengths.sum(axis=1).tolist()), int(replica.units[member])
+        tp, tp_rank = (layout.tp, at.tp) if self.sharded else (1, 0)
+        share = int(tp_share(np.array(units), tp))
+        return SequenceShard(
+            tokens=units * unit,
+            local=share * unit,
+            ranks=tp,
             sp_lengths=tuple(lengths[at.cp].tolist()),
             cp_lengths=cp_lengths,
-            segments=contiguous_segments(shards.sequences, cp_lengths, at.cp),
+            segments=contiguous_segments(replica.sequences, cp_lengths, at.cp),
+            windows=replica.windows(member),
+            padding=(share - local_tokens(units, share, tp_rank)) * unit,
+            positions=replica.positions(member),
         )
 
 
 @dataclass(frozen=True, eq=False)
 class ReplicaShards:
-    """Pieces of one encoder replica, of these sizes, in cp * sp contiguous shards of whole windows. Member number is
-    cp_rank * sp + sp_rank. Lengths in patches.
+    """Pieces of one encoder replica in cp * sp contiguous shards of whole windows. The member with a shard has the
+    number cp_rank * sp + sp_rank. `pieces`: their sizes. Lengths are in patches.
 
     The runs of the `cp` members are as even in predicted flops as whole windows allow: each computes the attention of
     its queries to all keys of a sequence. Each run is cut over its `sp` members evenly in patches: in full attention
@@ -209,7 +191,7 @@ class ReplicaShards:
         return np.diff(_totals(self._window_units)[self._first_windows])
 
     def windows(self, member: int) -> tuple[int, ...]:
-        """The lengths of a shard's windows."""
+        """Return the lengths of a shard's windows."""
         first, last = self._first_windows[member : member + 2]
         return tuple((self._window_units[first:last] * self.shape.unit).tolist())
 
@@ -219,33 +201,37 @@ class ReplicaShards:
         return tuple(length for size in self.pieces for length in self.shape.sequences(size))
 
     def positions(self, member: int) -> np.ndarray:
-        """The coordinates of a shard's patches, int64 [dims, patches]."""
+        """Return the coordinates of a shard's patches, int64 [dims, patches]."""
+        positions = [self.shape.positions(self.pieces[piece], units) for piece, units in self.runs(member)]
+        return np.concatenate([np.zeros((self.shape.position_dims, 0), np.int64), *positions], axis=1)
+
+    def runs(self, member: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the index of each piece in a shard, among `pieces`, and the numbers of its units there, int32."""
         first, last = _totals(self.units)[member : member + 2].tolist()
-        found, before = [np.zeros((self.shape.position_dims, 0), np.int64)], 0
-        for size, (units, _) in zip(self.pieces, self._orders, strict=True):
+        before = 0
+        for piece, (units, _) in enumerate(self._orders):
             start, stop = max(0, first - before), min(len(units), last - before)
             if start < stop:
-                found.append(self.shape.positions(size, units[start:stop]))
+                yield piece, units[start:stop]
             before += len(units)
-        return np.concatenate(found, axis=1)
 
 
 def _totals(values: np.ndarray) -> np.ndarray:
-    """The sum of the values before each, and of all."""
+    """Return the sum of the values before each, and of all."""
     return np.concatenate([[0], np.cumsum(values)])
 
 
-def _even_cuts(ends: np.ndarray, runs: np.ndarray, parts: int) -> np.ndarray:
-    """Cuts each run of windows into `parts`, at the windows where running totals are nearest to even shares of it.
+def _even_cuts(ends: np.ndarray, runs: np.ndarray, members: int) -> np.ndarray:
+    """Cut each run of windows over `members`, at the windows where running totals are nearest to even shares of it.
 
     `ends`: [windows + 1], the totals before each window and after the last. `runs`: the first window of each run, and
-    the number of windows. Returns windows, int64 [runs * parts + 1].
+    the number of windows. Returns windows, int64 [runs * members + 1].
     """
-    if parts == 1:
+    if members == 1:
         return runs
     totals = ends[runs]
-    shares = np.diff(totals) / parts
-    targets = (totals[:-1, None] + shares[:, None] * np.arange(parts)).ravel()
+    shares = np.diff(totals) / members
+    targets = (totals[:-1, None] + shares[:, None] * np.arange(members)).ravel()
     right = np.searchsorted(ends, targets)
     left = np.maximum(right - 1, 0)
     nearest = np.where(targets - ends[left] < ends[right] - targets, left, right)

@@ -1,5 +1,5 @@
-"""Keys of records, of their turns, and of parts of messages: those that are read, those that are refused because they
-would change what is trained, and all others, which are counted. docs/data.md has the same table.
+"""Keys of records, of their turns, and of entries of a turn's content: those that are read, those that are refused
+because they would change what is trained, and all others, which are counted. docs/data.md has the same table.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.data.item_fields import PLURALS, SETTINGS, is_content, is_empty
 
 FORMS = ("conversations", "messages", "texts", "question", "answer")
-"""Fields with the text of a record."""
+"""Keys with the text of a record."""
 WEIGHTS = ("loss", "weight", "train")
-"""Names by which a turn says whether it is trained on."""
+"""Keys of a turn that say whether it is trained on."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Names of what the assistant thinks before it answers."""
+"""Keys of what the assistant thinks before it answers."""
 READ: Mapping[str, tuple[str, ...]] = {
     "record": (*PLURALS, *PLURALS.values(), *FORMS, "system", "tools", *SETTINGS),
     "turn": (*WEIGHTS, *THOUGHTS, "tool_calls", "tool_call_id", "name"),
     "call": ("type", "id", "function", "name", "arguments"),
     "part": ("type", "url", "path"),
 }
-"""By level; besides, a record has fields of further encoders, a turn its speaker and text, a part its text or item, and
-what `ItemField.settings` tells of it."""
+"""By level. A record also has fields of further encoders, a turn its speaker and text, and a part (an entry of a turn's
+content) its text or item with the `ItemField.settings` of it."""
 _ROWS = (
     ("record turn part", "rejected rejected_response rejected_messages rejected_images chosen kto_tag label",
      "rejected answers are not trained on", "keep the wanted answer as the last turn, and remove this field"),
@@ -47,14 +47,16 @@ _ROWS = (
     ("turn", "function_call refusal", "templates take no such field", "write it into `tool_calls` or the text instead"),
     ("part", "base64 bytes", "an item's file is named", "write data:image/png;base64,... in its place"),
 )  # fmt: skip
-"""Levels, keys, why they are refused, and what to do. `label` is that of preferences if it is true or false."""
+"""Levels, keys, why they are refused, and what to do. A `label` of true or false is a preference, others are not."""
 REFUSED = {(level, name): why for levels, names, *why in _ROWS for level in levels.split() for name in names.split()}
 MAX_NAMES, _MAX_CHARACTERS = 32, 64
-"""Names of keys that are counted by themselves, and characters of a name."""
+"""Maximum number of keys that are counted by name, and maximum characters of such a name."""
 
 
 def unread(value: Mapping[str, Any], level: str, known: Collection[str], place: str) -> list[str]:
-    """Names of keys that have a value and are not `known`, such as `turn.time`. Raises `UserError` for refused ones."""
+    """Return names of keys that have a value and are not `known`, such as `turn.time`. Raises `UserError` for a refused
+    key.
+    """
     names = []
     for name in value:
         if name in known or (each := value[name]) is None or is_content(each) or is_empty(each):
@@ -67,7 +69,7 @@ def unread(value: Mapping[str, Any], level: str, known: Collection[str], place: 
 
 
 def count_names(counts: dict[str, int], more: Mapping[str, int]) -> None:
-    """Add the numbers of these names to the counts. All beyond the first names count as one."""
+    """Add the numbers of these names to the counts. Beyond `MAX_NAMES` names, the rest are counted as `others`."""
     for name, number in more.items():
         short = name[:_MAX_CHARACTERS]
         key = short if short in counts or len(counts) < MAX_NAMES else "others"

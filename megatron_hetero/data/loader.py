@@ -22,8 +22,8 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,19 +36,22 @@ from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.plan import RankPlan
 from megatron_hetero.boundary.routes import is_identity
-from megatron_hetero.data.dealing import Deal, Dealing, PackMetadata, dealing_of
-from megatron_hetero.data.encoder_shards import EncoderShare
+from megatron_hetero.data.dealing import Deal, Dealing, dealing_of
+from megatron_hetero.data.device import encoder_input, micro_batch_inputs, text_input
 from megatron_hetero.data.mixture import Mixture
-from megatron_hetero.data.packing import PackedBatch, SampleLimits, TokenizedSample, pack
-from megatron_hetero.data.partition import MicroBatchShare, StepPartitioner
+from megatron_hetero.data.packing import PackMetadata, SampleLimits, TokenizedSample
+from megatron_hetero.data.partition import EncoderCall, Packs, StepPartitioner
 from megatron_hetero.data.processor import Processor, ReaderProcesses
-from megatron_hetero.data.token_ids import modules_with_dropout, token_ids
+from megatron_hetero.data.token_ids import modules_with_dropout, patch_ids
 from megatron_hetero.groups.collective import on_every, require_same_facts
 from megatron_hetero.groups.platform import CPU
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.items.types import Piece, Size
+from megatron_hetero.models.layers.dropout import TokenIds
+from megatron_hetero.models.stages import EncoderInput, TextInput
+from megatron_hetero.schedule.contract import MicroBatchInputs
 
 T = TypeVar("T")
 
@@ -58,36 +61,26 @@ Run = Callable[..., Iterable[Any]]
 
 
 READ_AHEAD_STEPS = 4
-"""How many steps ahead of loading a step's samples are asked for from formats that can read ahead."""
-
-
-@dataclass(frozen=True, eq=False)
-class MicroBatch:
-    """One micro-batch on the host: this rank's pack, its share, and the patches that it embeds.
-
-    `pack`: None on ranks outside the text module. `samples`: numbers of its samples in the stream; empty outside the
-    text module. `patches`: by encoder, for each part, fp32 [patches of this rank, padding included, elements of a
-    patch]; for the first micro-batch of a call the patches of all its micro-batches; without encoders for which nobody
-    has an item, and outside an encoder's first stage. `ids`: see `token_ids`.
-    """
-
-    pack: PackedBatch | None
-    share: MicroBatchShare
-    patches: Mapping[str, Sequence[Tensor]]
-    samples: tuple[int, ...] = ()
-    ids: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict[str, Sequence[np.ndarray]])
+"""How many steps ahead of loading samples are announced to formats that can read ahead."""
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One step on the host, with figures over all replicas.
+    """One step on the host: this rank's inputs, and figures over all replicas.
 
-    `supervised`, `tokens`: their numbers. `sizes`: by encoder, the sizes of its pieces. `sample_lengths`: tokens of
-    each sample. `encoder_loads`: for each call of an encoder, `text_loads`: for each micro-batch, the predicted forward
-    flops of each replica. `skipped`: number of samples left out as too long. `bad`: those left out as bad.
+    Attributes:
+        micro_batches: this rank's inputs, with plans as rows, see `to_device`.
+        supervised: number of supervised tokens.
+        tokens: number of tokens.
+        sizes: by encoder, the sizes of its pieces.
+        sample_lengths: tokens of each sample.
+        encoder_loads: for each call of an encoder, the predicted forward flops of each replica.
+        text_loads: for each micro-batch, the predicted forward flops of each replica of the text module.
+        skipped: number of samples left out as too long.
+        bad: samples left out as bad.
     """
 
-    micro_batches: tuple[MicroBatch, ...]
+    micro_batches: tuple[MicroBatchInputs, ...]
     supervised: int
     tokens: int
     sizes: Mapping[str, tuple[Size, ...]]
@@ -98,7 +91,7 @@ class StepBatch:
     bad: tuple[BadSample, ...] = ()
 
 
-class _Own(NamedTuple):
+class _Read(NamedTuple):
     """What a rank has read of a step: samples by number, None if too long and skipped, and patches by number of the
     sample, of the item in it, and pieces. `run`: see `StepLoader.load`.
     """
@@ -110,31 +103,39 @@ class _Own(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepLoader:
-    """Loads `StepBatch`es for one rank. `text_work`: predicted flops of a sample of so many tokens. `what`: name of a
-    step in messages. `skips_bad`: whether samples with bad records are left out, rather than errors. `with_ids`:
-    modules whose tokens get ids.
+    """Loads `StepBatch`es for one rank.
+
+    `what`: name of a step in messages. `trains`: whether experts are balanced and adapters have dropout.
     """
 
+    job: JobSpec
     mixture: Mixture
     reader: Processor | ReaderProcesses
     topology: Topology
     partitioner: StepPartitioner
     dealing: Dealing
     limits: SampleLimits
-    text_work: Callable[[int], float]
     what: str = "step"
-    skips_bad: bool = False
-    with_ids: tuple[str, ...] = ()
+    trains: bool = True
 
     @classmethod
     def of(cls, job: JobSpec, mixture: Mixture, processor: Processor, topology: Topology) -> StepLoader:
-        """The loader of a job, which reads in processes of its own if `data.worker_type` says so."""
+        """Return the loader of a job, which reads in separate processes if `data.worker_type` says so."""
         data, patches = job.config.data, None if job.budget is None else job.budget.patches
         reader = ReaderProcesses(processor, data.workers) if data.worker_type == "process" else processor
         limits = SampleLimits(data.max_seq_length, patches, data.too_long)
-        partitioner, skips_bad = StepPartitioner.of(job, topology.rank), data.bad_records == "skip"
-        more = {"skips_bad": skips_bad, "with_ids": modules_with_dropout(job)}
-        return cls(mixture, reader, topology, partitioner, dealing_of(job), limits, job.text_work, **more)
+        return cls(job, mixture, reader, topology, StepPartitioner.of(job, topology.rank), dealing_of(job), limits)
+
+    def of_held_out(self, name: str, mixture: Mixture) -> StepLoader:
+        """Return a loader of a held-out data set, which reads each sample once and loads what a forward pass takes."""
+        return replace(
+            self,
+            mixture=mixture,
+            partitioner=replace(self.partitioner, runs=partial(self.job.encoder_calls, evaluation=True)),
+            dealing=self.dealing.once(len(mixture)),
+            what=f"evaluation of {name}, batch",
+            trains=False,
+        )
 
     def steps(self, first: int, last: int, workers: int) -> Iterable[StepBatch]:
         """The batches of steps `first` to `last`. With `workers` of 0 everything runs in the calling thread.
@@ -154,64 +155,76 @@ class StepLoader:
                 yield batch
 
     def load(self, step: int, run: Run) -> StepBatch:
-        """Loads the batch of `step` (from 1); `run` maps functions over samples and items."""
+        """Load the batch of `step` (from 1). `run` maps functions over samples and items."""
         self.mixture.read_ahead(self._samples_to_read(step + READ_AHEAD_STEPS)[0])
         early, reported = self._samples_to_read(step)
-        own = _Own(run, {}, {})
-        by_rank = self._exchange(f"{self.what} {step}", lambda: self._read(early, reported, own))
-        return self._load(step, own, dict(sorted(item for of_rank in by_rank for item in of_rank.items())))
+        read = _Read(run, {}, {})
+        by_rank = self._exchange(f"{self.what} {step}", lambda: self._report(early, reported, read))
+        return self._load(step, read, dict(sorted(item for reports in by_rank for item in reports.items())))
 
-    def _load(self, step: int, own: _Own, found: Mapping[int, PackMetadata | BadSample]) -> StepBatch:
-        """Loads the batch of `step` from the good samples that were `found`."""
-        where, samples = f"{self.what} {step}", {n: each for n, each in found.items() if isinstance(each, PackMetadata)}
+    def _load(self, step: int, read: _Read, reported: Mapping[int, PackMetadata | BadSample]) -> StepBatch:
+        """Load the batch of `step` from the good samples among those `reported`."""
+        where, encoders = f"{self.what} {step}", self.partitioner.encoders
+        samples = {n: each for n, each in reported.items() if isinstance(each, PackMetadata)}
         deal = self.dealing.deal(step, samples)
-        encoders = self.partitioner.encoders
-        gathered = [
-            [PackMetadata.joined([samples[n] for n in numbers], len(encoders)) for numbers in of_round]
-            for of_round in deal
+        packs = [
+            tuple(PackMetadata.joined([samples[n] for n in numbers], len(encoders)) for numbers in dealt)
+            for dealt in deal
         ]
-        shares = self.partitioner.step_shares([[pack.shape for pack in packs] for packs in gathered])
-        packs, decoded = list[PackedBatch | None](), list[dict[str, list[np.ndarray]]]()
+        calls = self.partitioner.encoder_calls(packs)
+        texts, decoded = list[TextInput | None](), list[list[np.ndarray]]()
 
-        def read_own() -> tuple[dict[str, str], dict[int, BadSample]]:
-            packs.extend(self._packs(deal, samples, own))
-            decoded.extend(self._decode(shares, gathered, own))
-            bad = {n: each for (n, *_), each in own.patches.items() if isinstance(each, BadSample)}
-            return _digests(shares, deal), bad
+        def read_rest() -> tuple[dict[str, str], dict[int, BadSample]]:
+            texts.extend(self._texts(deal, packs, samples, read))
+            decoded.extend(self._decode(calls, packs, read))
+            bad = {n: each for (n, *_), each in read.patches.items() if isinstance(each, BadSample)}
+            return _digests(calls, deal), bad
 
         fix = "run the same versions of program and NumPy with the same model on all nodes"
-        because, ranks = "every rank computes shares from the same integers", range(self.topology.world_size)
-        of_ranks = self._exchange(where, read_own)
-        require_same_facts(where, [facts for facts, _ in of_ranks], ranks, fix, because, absent=None)
-        bad = {n: each for _, of_rank in of_ranks for n, each in of_rank.items() if n in samples}
+        because, ranks = "every rank computes shards from the same integers", range(self.topology.world_size)
+        by_rank = self._exchange(where, read_rest)
+        require_same_facts(where, [facts for facts, _ in by_rank], ranks, fix, because, absent=None)
+        bad = {n: each for _, bad_of_rank in by_rank for n, each in bad_of_rank.items() if n in samples}
         if bad:
-            return self._load(step, own, {**found, **bad})
-        patches = [
-            {
-                name: self._exchange_patches(name, part.exchange, share.encoders[name], parts.get(name, []))
-                for name, part in share.patches.items()
-            }
-            for share, parts in zip(shares, decoded, strict=True)
-        ]
-        numbers = [() if self._replica is None else tuple(of_round[self._replica]) for of_round in deal]
-        ids = token_ids(self.partitioner, self.with_ids, deal, gathered, shares)
-        everything = [pack for packs_of in gathered for pack in packs_of]
+            return self._load(step, read, {**reported, **bad})
+        chunks = [self._encoder_inputs(call, each, packs) for call, each in zip(calls, decoded, strict=True)]
+        every_pack = [pack for packs_of_one in packs for pack in packs_of_one]
         return StepBatch(
-            micro_batches=tuple(MicroBatch(*parts) for parts in zip(packs, shares, patches, numbers, ids, strict=True)),
-            supervised=sum(pack.supervised for pack in everything),
-            tokens=sum(pack.tokens for pack in everything),
+            micro_batches=micro_batch_inputs(texts, calls, chunks),
+            supervised=sum(pack.supervised for pack in every_pack),
+            tokens=sum(pack.tokens for pack in every_pack),
             sizes={
-                name: tuple(size for pack in everything for size in pack.shape.pieces[i].sizes)
-                for i, name in enumerate(encoders)
+                name: tuple(size for pack in every_pack for size in pack.sizes[i]) for i, name in enumerate(encoders)
             },
-            sample_lengths=tuple(n for pack in everything for n in pack.shape.lengths),
-            encoder_loads=tuple(loads for share in shares for loads in share.loads.values()),
+            sample_lengths=tuple(n for pack in every_pack for n in pack.lengths),
+            encoder_loads=tuple(call.everyone.loads for call in calls),
             text_loads=tuple(
-                tuple(float(sum(map(self.text_work, pack.shape.lengths))) for pack in packs_of) for packs_of in gathered
+                tuple(float(sum(map(self.job.text_work, pack.lengths))) for pack in packs_of_one)
+                for packs_of_one in packs
             ),
-            skipped=len(self.dealing.step(step)) - len(found),
-            bad=tuple(each for each in found.values() if isinstance(each, BadSample)),
+            skipped=len(self.dealing.step(step)) - len(reported),
+            bad=tuple(each for each in reported.values() if isinstance(each, BadSample)),
         )
+
+    def _encoder_inputs(
+        self, call: EncoderCall, decoded: Sequence[np.ndarray], packs: Sequence[Packs]
+    ) -> list[EncoderInput]:
+        """Return the input of each chunk of a call, on ranks of the encoder, once the patches that they `decoded` have
+        reached the ranks that embed them.
+        """
+        patches: Sequence[Tensor | None] = [None] * len(call.shards)
+        if call.exchange is not None:
+            patches = self._exchange_patches(call, call.exchange, decoded)
+        ids: Sequence[TokenIds | None] = [None] * len(call.shards)
+        if call.encoder in self._dropout and call.shards:
+            rank, sources = self.topology.rank, np.concatenate([each for each, _ in self._pieces(call, packs)])
+            ids = [patch_ids(s, c, rank, sources) for s, c in zip(call.shards, call.everyone.chunks, strict=True)]
+        return [encoder_input(*chunk) for chunk in zip(call.shards, patches, ids, strict=True)]
+
+    @cached_property
+    def _dropout(self) -> tuple[str, ...]:
+        """Modules whose tokens get ids for dropout."""
+        return modules_with_dropout(self.job) if self.trains else ()
 
     @cached_property
     def _replica(self) -> int | None:
@@ -220,50 +233,63 @@ class StepLoader:
         return layout.replica_of(self.topology.rank) if self.topology.rank in layout else None
 
     def _samples_to_read(self, step: int) -> tuple[Sequence[int], Sequence[int]]:
-        """The samples that this rank reads before lengths are known, and those that it reports to all ranks. One rank
-        reports each sample.
+        """Return the samples that this rank reads before lengths are known, and those that it reports to all ranks. One
+        rank reports each sample.
         """
         rank, layout = self.topology.rank, self.topology.layouts[TEXT]
-        if self._replica is not None and (own := self.dealing.foreseen(step, self._replica)) is not None:
+        if self._replica is not None and (foreseen := self.dealing.foreseen(step, self._replica)) is not None:
             peers = [peer for peer in layout.ranks if layout.replica_of(peer) == self._replica]
-            return own, own[peers.index(rank) :: len(peers)]
+            return foreseen, foreseen[peers.index(rank) :: len(peers)]
         if self.dealing.foreseen(step, 0) is not None:
             return (), ()
         share = self.dealing.step(step)[rank :: self.topology.world_size]
         return share, share
 
-    def _read(self, early: Sequence[int], reported: Sequence[int], own: _Own) -> dict[int, PackMetadata | BadSample]:
-        """The metadata of the samples `reported`, without skipped ones. Samples that are `early` go into `own`."""
-        own.samples.update(zip(early, own.run(self._tokenise, early), strict=True))
-        encoders, samples = list(self.partitioner.encoders), {number: own.samples[number] for number in reported}
+    def _report(
+        self, early: Sequence[int], reported: Sequence[int], read: _Read
+    ) -> dict[int, PackMetadata | BadSample]:
+        """Return the metadata of the samples `reported`, without skipped ones. Samples that are `early` go into
+        `read`.
+        """
+        read.samples.update(zip(early, read.run(self._tokenise, early), strict=True))
+        encoders, samples = list(self.partitioner.encoders), {number: read.samples[number] for number in reported}
         return {
             number: sample if isinstance(sample, BadSample) else PackMetadata.of_sample(number, sample, encoders)
             for number, sample in samples.items()
             if sample is not None
         }
 
-    def _packs(self, deal: Deal, samples: Mapping[int, PackMetadata], own: _Own) -> list[PackedBatch | None]:
-        """This rank's pack of each micro-batch; None outside the text module."""
+    def _texts(
+        self, deal: Deal, packs: Sequence[Packs], reported: Mapping[int, PackMetadata], read: _Read
+    ) -> list[TextInput | None]:
+        """Return the input of the text module in each micro-batch; None outside the text module."""
         if self._replica is None:
             return [None] * len(deal)
-        mine = [of_round[self._replica] for of_round in deal]
-        missing = [number for numbers in mine for number in numbers if number not in own.samples]
-        own.samples.update(zip(missing, own.run(self._tokenise, missing), strict=True))
-        return [pack([self._unchanged(n, own.samples[n], samples[n]) for n in numbers]) for numbers in mine]
+        dealt = [replicas[self._replica] for replicas in deal]
+        missing = [number for numbers in dealt for number in numbers if number not in read.samples]
+        read.samples.update(zip(missing, read.run(self._tokenise, missing), strict=True))
+        texts = list[TextInput | None]()
+        for numbers, packs_of_one in zip(dealt, packs, strict=True):
+            samples = {n: self._unchanged(n, read.samples[n], reported[n]) for n in numbers}
+            shard = self.partitioner.text_shard(packs_of_one)
+            assert shard is not None, "a rank of a replica of the text module reads a shard of its packs"
+            balance, dropout = self.job.balance if self.trains else 0.0, TEXT in self._dropout
+            texts.append(text_input(samples, shard, self.job.outputs, balance=balance, dropout=dropout))
+        return texts
 
     def _unchanged(
         self, number: int, sample: TokenizedSample | BadSample | None, reported: PackMetadata
     ) -> TokenizedSample:
-        """The sample, if it is the one that a rank reported to all. Raises `UserError`."""
+        """Return the sample, if it is the one that a rank reported to all. Raises `UserError`."""
         encoders = list(self.partitioner.encoders)
-        if not isinstance(sample, TokenizedSample) or PackMetadata.of_sample(number, sample, encoders) != reported:
-            raise UserError.at(
-                self.mixture[number].where,
-                found="a sample of other tokens or items" if sample is not None else "a sample that is too long",
-                expected=f"{reported.tokens} tokens, as another rank has read it",
-                fix="do not change pictures while training reads them, and give all nodes the same ones",
-            )
-        return sample
+        if isinstance(sample, TokenizedSample) and reported.is_same(PackMetadata.of_sample(number, sample, encoders)):
+            return sample
+        raise UserError.at(
+            self.mixture[number].where,
+            found="a sample of other tokens or items" if sample is not None else "a sample that is too long",
+            expected=f"{reported.tokens} tokens, as another rank has read it",
+            fix="do not change pictures while training reads them, and give all nodes the same ones",
+        )
 
     def _tokenise(self, number: int) -> TokenizedSample | BadSample | None:
         """Sample `number` of the stream as tokens; None if it is too long and skipped."""
@@ -276,37 +302,33 @@ class StepLoader:
         try:
             return work()
         except BadRecord as error:
-            if not self.skips_bad:
+            if self.job.config.data.bad_records != "skip":
                 raise
             return error.found
 
-    def _decode(
-        self, shares: Sequence[MicroBatchShare], gathered: Sequence[Sequence[PackMetadata]], own: _Own
-    ) -> list[dict[str, list[Any]]]:
-        """Decodes this rank's pieces, but for those that it has. Returns, for each micro-batch, by encoder, fp32
-        [patches, elements] of each item; for the first of a call those of all. Consecutive pieces of one item are
-        decoded in one call.
+    def _pieces(self, call: EncoderCall, packs: Sequence[Packs]) -> list[tuple[np.ndarray, Sequence[Size]]]:
+        """Return the sources, int64 [pieces, 3], and the sizes of a call's pieces in each of its packs."""
+        i = list(self.partitioner.encoders).index(call.encoder)
+        return [(pack.sources[i], pack.sizes[i]) for m in call.micro_batches for pack in packs[m]]
+
+    def _decode(self, calls: Sequence[EncoderCall], packs: Sequence[Packs], read: _Read) -> list[list[Any]]:
+        """Decode this rank's pieces, except those that it has. Returns for each call fp32 [patches, elements] of each
+        item; consecutive pieces of one item are decoded together.
         """
-        numbers, wanted = {name: i for i, name in enumerate(self.partitioner.encoders)}, []
-        for m, share in enumerate(shares):
-            for name, part in share.patches.items():
-                i, call = numbers[name], share.calls.get(name, range(m, m + 1))
-                packs = [pack for of_one in call for pack in gathered[of_one]]
-                pieces = [pair for p in packs for pair in zip(p.sources[i], p.shape.pieces[i].sizes, strict=True)]
-                chosen = [pieces[k] for k in part.decodes]
-                for (sample, item), of_item in groupby(chosen, lambda pair: pair[0][:2]):
-                    of_one = tuple(Piece(source.piece, size) for source, size in of_item)
-                    wanted.append((m, name, (sample, item, of_one)))
+        wanted = list[list[tuple[int, int, tuple[Piece, ...]]]]()
+        for call in calls:
+            pieces = self._pieces(call, packs)
+            sources = [source for each, _ in pieces for source in each.tolist()]
+            sizes = [size for _, each in pieces for size in each]
+            by_item = groupby(call.decodes, lambda k, sources=sources: tuple(sources[k][:2]))
+            wanted.append([(*item, tuple(Piece(sources[k][2], sizes[k]) for k in group)) for item, group in by_item])
 
         def patches(sample: int, item: int, pieces: Sequence[Piece]) -> np.ndarray | BadSample:
             return self._unless_bad(lambda: self.reader.patches(self.mixture[sample], item, pieces))
 
-        missing = [each for *_, each in wanted if each not in own.patches]
-        own.patches.update(zip(missing, own.run(lambda each: patches(*each), missing), strict=True))
-        decoded: list[dict[str, list[Any]]] = [{} for _ in shares]
-        for m, name, each in wanted:
-            decoded[m].setdefault(name, []).append(own.patches[each])
-        return decoded
+        missing = [each for of_call in wanted for each in of_call if each not in read.patches]
+        read.patches.update(zip(missing, read.run(lambda each: patches(*each), missing), strict=True))
+        return [[read.patches[each] for each in of_call] for of_call in wanted]
 
     def _exchange(self, where: str, work: Callable[[], T]) -> list[T]:
         """The results of `work` on every rank, by rank. The first rank's error is raised on every rank, as a
@@ -324,24 +346,24 @@ class StepLoader:
 
         return on_every(self.topology.host, attempt)
 
-    def _exchange_patches(
-        self, encoder: str, exchange: RankPlan, shares: Sequence[EncoderShare], decoded: Sequence[np.ndarray]
-    ) -> list[Tensor]:
-        """Sends the patches that this rank decoded, fp32 [patches, elements] each, to the ranks that embed them.
-        Returns the patches that this rank embeds in each part, with zeros for padding after them; in pinned memory for
-        a GPU.
+    def _exchange_patches(self, call: EncoderCall, exchange: RankPlan, decoded: Sequence[np.ndarray]) -> list[Tensor]:
+        """Send the patches that this rank decoded, fp32 [patches, elements] each, to the ranks that embed them.
+
+        Returns the patches that this rank embeds in each chunk, in the dtype of the job, with zeros for padding after
+        them; in pinned memory for a GPU.
         """
-        shape, pinned = self.partitioner.encoders[encoder], self.topology.platform.is_cuda
+        shape, pinned = call.everyone.shape, self.topology.platform.is_cuda
         width, elements, direction = shape.unit_width, shape.unit_width // shape.unit, exchange.forward
-        own = [torch.from_numpy(patches).view(-1, width) for patches in decoded]
-        units = own[0] if len(own) == 1 else torch.cat([torch.zeros(0, width), *own])
+        local = [torch.from_numpy(patches).view(-1, width) for patches in decoded]
+        units = local[0] if len(local) == 1 else torch.cat([torch.zeros(0, width), *local])
         if direction.exchanges:
-            units = self._communicators[encoder].start_forward(load_plan(exchange, CPU), units).wait()
+            units = self._communicators[call.encoder].start_forward(load_plan(exchange, CPU), units).wait()
         elif not is_identity(direction):
             kept = units[torch.from_numpy(direction.local_from)]
             units = kept.new_zeros(direction.needed, width).index_copy_(0, torch.from_numpy(direction.local_to), kept)
-        parts = units.view(-1, elements).split([share.embedded for share in shares])
-        return [_padded(part, share.padding, pinned) for part, share in zip(parts, shares, strict=True)]
+        chunks = units.view(-1, elements).split([shard.local - shard.padding for shard in call.shards])
+        paddings = [shard.padding for shard in call.shards]
+        return [_padded(*each, self.job.dtype, pinned) for each in zip(chunks, paddings, strict=True)]
 
     @cached_property
     def _communicators(self) -> dict[str, BoundaryCommunicator]:
@@ -353,24 +375,25 @@ class StepLoader:
         }
 
 
-def _padded(patches: Tensor, padding: int, pinned: bool) -> Tensor:
+def _padded(patches: Tensor, padding: int, dtype: torch.dtype, pinned: bool) -> Tensor:
     if not padding and not pinned:
-        return patches
-    out = torch.empty(len(patches) + padding, patches.shape[1], pin_memory=pinned)
+        return patches.to(dtype)
+    out = torch.empty(len(patches) + padding, patches.shape[1], dtype=dtype, pin_memory=pinned)
     out[: len(patches)] = patches
     out[len(patches) :] = 0
     return out
 
 
-def _digests(shares: Sequence[MicroBatchShare], deal: Deal) -> dict[str, str]:
-    """What ranks must agree on: for each micro-batch the samples of all text replicas, and the plans of the boundaries
-    that this rank takes part in.
+def _digests(calls: Sequence[EncoderCall], deal: Deal) -> dict[str, str]:
+    """Return what ranks must agree on: for each micro-batch the samples of all text replicas, and the plans of the
+    boundaries that this rank takes part in.
     """
-    found = {"number of micro-batches": f"{len(shares)}"}
-    for m, (share, dealt) in enumerate(zip(shares, deal, strict=True)):
-        found[f"samples of micro-batch {m}"] = f"{hash(tuple(map(tuple, dealt))):x}"
-        found |= {f"plan of {edge}, micro-batch {m}": f"{part.digest:x}" for edge, part in share.boundaries.items()}
-    return found
+    facts = {"number of micro-batches": f"{len(deal)}"}
+    facts |= {f"samples of micro-batch {m}": f"{hash(tuple(map(tuple, dealt))):x}" for m, dealt in enumerate(deal)}
+    for call in calls:
+        for m, plans in zip(call.micro_batches, call.rows, strict=True):
+            facts |= {f"plan of {edge}, micro-batch {m}": f"{plan.digest:x}" for edge, plan in plans.items()}
+    return facts
 
 
 def _parallel(pool: Executor) -> Run:

@@ -18,7 +18,7 @@ from megatron_hetero.data.records import PLAIN, Dataset, Reading, Record
 from megatron_hetero.data.sources.index import Blocks
 
 Shuffle: TypeAlias = "Literal['blocks'] | bool"
-"""Whether samples are permuted: all, or blocks and then samples."""
+"""Whether samples are permuted: all of them, or blocks and then the samples in a few blocks."""
 WINDOW_BYTES, WINDOW_RECORDS = 1 << 29, 1 << 13
 """Limits of a window: bytes to be read for it, and records."""
 
@@ -26,21 +26,21 @@ WINDOW_BYTES, WINDOW_RECORDS = 1 << 29, 1 << 13
 class Mixture:
     """The stream of samples that training reads: ``mixture[i]`` for every i >= 0.
 
-    An epoch has ``len(mixture)`` samples, rate · records of every data set. With ``shuffle`` they are redrawn
-    and permuted every time, as a function of (seed, epoch) alone; without, an epoch is the first records of each data
-    set in the order of the configuration. With ``shuffle="blocks"`` blocks of consecutive records are redrawn and
-    permuted, and then the records of each *window*, a few blocks that one rank can have in memory.
+    An epoch has ``len(mixture)`` samples, rate · records of every data set. With ``shuffle`` each epoch draws and
+    permutes them anew, as a function of (seed, epoch) alone; without, an epoch is the first records of each data set in
+    the order of the configuration. With ``shuffle="blocks"`` blocks of consecutive records are drawn and permuted, and
+    then the records of each *window*, a few blocks that fit into the memory of one rank.
     """
 
     # The stream has no end: `for record in mixture` would never stop.
     __iter__ = None
 
-    def __init__(self, parts: Sequence[tuple[Dataset, SampledDataset]], *, shuffle: Shuffle, seed: int) -> None:
-        self.parts = tuple(parts)
+    def __init__(self, sampled: Sequence[tuple[Dataset, SampledDataset]], *, shuffle: Shuffle, seed: int) -> None:
+        self.sampled = tuple(sampled)
         self.shuffle = shuffle
         self.seed = seed
-        self._counts = [each.count(len(data)) for data, each in self.parts]
-        self._starts = np.cumsum([0] + [len(data) for data, _ in self.parts])
+        self._counts = [each.count(len(data)) for data, each in self.sampled]
+        self._starts = np.cumsum([0] + [len(data) for data, _ in self.sampled])
         self._type = np.int32 if self._starts[-1] < 2**31 else np.int64
         # Two epochs: concurrent readers may be on both sides of an epoch boundary.
         self._order = lru_cache(maxsize=2)(self._draw)
@@ -54,7 +54,7 @@ class Mixture:
         seed: int,
         reading: Reading = PLAIN,
     ) -> Mixture:
-        """Loads the named data sets.
+        """Load the named data sets.
 
         Args:
             datasets: entries ``name`` or ``name%rate``; the rate is in percent of the data set's records per epoch,
@@ -82,49 +82,49 @@ class Mixture:
         return cls([(loaded[each.name], each) for each in sampled], shuffle=shuffle, seed=seed)
 
     def hashed(self) -> Iterator[tuple[Dataset, SampledDataset, str]]:
-        """Yield the parts, each with a hash of its blocks as far as the order depends on them; empty if it does not."""
+        """Yield the data sets, each with a hash of what the order takes from its blocks; empty if it takes nothing."""
         if self.shuffle != "blocks":
-            yield from ((data, sampled, "") for data, sampled in self.parts)
+            yield from ((*each, "") for each in self.sampled)
             return
-        blocks = [data.blocks for data, _ in self.parts]
-        # Windows of small records end by number, in whatever bytes they are written. A part's last block may be cut.
-        most = WINDOW_RECORDS * max((each.sizes / np.diff(each.starts)).max() for each in blocks)
-        by_size = most + sum(each.sizes.max() for each in blocks) > WINDOW_BYTES
-        for (data, sampled), each in zip(self.parts, blocks, strict=True):
+        blocks = [data.blocks for data, _ in self.sampled]
+        # Windows of small records end by number, whatever their bytes. The last block of a data set may be cut.
+        maximum = WINDOW_RECORDS * max((each.sizes / np.diff(each.starts)).max() for each in blocks)
+        by_size = maximum + sum(each.sizes.max() for each in blocks) > WINDOW_BYTES
+        for (data, rate), each in zip(self.sampled, blocks, strict=True):
             text = each.starts.tobytes() + each.sizes.tobytes() * int(by_size)
-            yield data, sampled, hashlib.sha256(text).hexdigest()
+            yield data, rate, hashlib.sha256(text).hexdigest()
 
     def __len__(self) -> int:
         """Samples per epoch."""
         return sum(self._counts)
 
     def __getitem__(self, i: int) -> Record:
-        """The i-th sample of the stream, in epoch ``i // len(mixture)``."""
+        """Return the i-th sample of the stream, in epoch ``i // len(mixture)``."""
         if i < 0:
             raise IndexError(f"sample {i}: the stream starts at 0 and has no end to count back from")
-        part, record = self._source(i)
-        return self.parts[part][0][record]
+        dataset, record = self._source(i)
+        return self.sampled[dataset][0][record]
 
     def read_ahead(self, samples: Sequence[int]) -> None:
-        """Have samples of the stream ready soon, where their files' format has a way to."""
+        """Start to read samples of the stream, where the format of their files can read ahead."""
         sources = np.array([self._source(i) for i in samples], np.int64).reshape(-1, 2)
-        for part in np.unique(sources[:, 0]).tolist():
-            self.parts[part][0].read_ahead(np.unique(sources[sources[:, 0] == part, 1]))
+        for dataset in np.unique(sources[:, 0]).tolist():
+            self.sampled[dataset][0].read_ahead(np.unique(sources[sources[:, 0] == dataset, 1]))
 
     def _source(self, i: int) -> tuple[int, int]:
-        """The number of the data set of a sample, and of its record there."""
+        """Return the number of a sample's data set, and of its record there."""
         epoch, position = divmod(int(i), len(self))
         record = int(self._order(epoch if self.shuffle else 0)[position])
-        part = int(np.searchsorted(self._starts, record, side="right")) - 1
-        return part, record - int(self._starts[part])
+        dataset = int(np.searchsorted(self._starts, record, side="right")) - 1
+        return dataset, record - int(self._starts[dataset])
 
     def _draw(self, epoch: int) -> np.ndarray:
-        """The records of an epoch in order, numbered over all parts."""
+        """Return the records of an epoch in order, numbered over all data sets."""
         generator = np.random.default_rng([self.seed % 2**64, epoch])
         if self.shuffle == "blocks":
             return self._draw_blocks(generator)
         chosen = []
-        for (data, _), count, start in zip(self.parts, self._counts, self._starts[:-1], strict=True):
+        for (data, _), count, start in zip(self.sampled, self._counts, self._starts[:-1], strict=True):
             every = np.arange(start, start + len(data), dtype=self._type)
             repeats, rest = divmod(count, len(data))
             last = (generator.permutation(every) if self.shuffle else every)[:rest]
@@ -136,7 +136,7 @@ class Mixture:
 
     def _draw_blocks(self, generator: np.random.Generator) -> np.ndarray:
         drawn = [np.zeros((0, 3), np.int64)]
-        for (data, _), count, start in zip(self.parts, self._counts, self._starts[:-1], strict=True):
+        for (data, _), count, start in zip(self.sampled, self._counts, self._starts[:-1], strict=True):
             drawn.append(_blocks_of_epoch(data.blocks, count, generator) + np.array([start, start, 0]))
         blocks = generator.permutation(np.concatenate(drawn))
         order = np.concatenate([np.arange(first, stop, dtype=self._type) for first, stop, _ in blocks.tolist()])
@@ -148,8 +148,8 @@ class Mixture:
 
 
 def _blocks_of_epoch(blocks: Blocks, count: int, generator: np.random.Generator) -> np.ndarray:
-    """Blocks with so many records of a data set, of which the last drawn may be cut: first record, the one behind the
-    last, and bytes of each, int64 [blocks, 3].
+    """Draw blocks with `count` records of a data set. Returns first record, end, and bytes of each, int64 [blocks, 3].
+    The last drawn block may be cut.
     """
     every = np.stack([blocks.starts[:-1], blocks.starts[1:], blocks.sizes], axis=1)
     repeats, rest = divmod(count, int(blocks.starts[-1]))
@@ -162,31 +162,31 @@ def _blocks_of_epoch(blocks: Blocks, count: int, generator: np.random.Generator)
 
 
 def _windows(blocks: np.ndarray) -> Iterator[int]:
-    """The records of each window."""
+    """Yield the number of records of each window."""
     records = size = 0
-    for first, stop, bytes_of_block in blocks.tolist():
+    for first, stop, block_size in blocks.tolist():
         more = stop - first
-        if records and (records + more > WINDOW_RECORDS or size + bytes_of_block > WINDOW_BYTES):
+        if records and (records + more > WINDOW_RECORDS or size + block_size > WINDOW_BYTES):
             yield records
             records = size = 0
-        records, size = records + more, size + bytes_of_block
+        records, size = records + more, size + block_size
     yield records
 
 
 def reading_of(config: Config, processor: Processor, *, strict: bool = True) -> Reading:
-    """The way in which a run reads its data sets. `strict`: see `Reading`."""
+    """Return how a run reads its data sets. `strict`: see `Reading`."""
     data = config.data
     strict = strict and data.bad_records == "stop"
     return Reading(processor.fields, data.index_folder, processor.readers if data.scan else None, strict)
 
 
 def open_mixture(config: Config, processor: Processor) -> Mixture:
-    """The data sets of `data.datasets`, opened. Raises `UserError`."""
+    """Open the data sets of `data.datasets`. Raises `UserError`."""
     data, reading = config.data, reading_of(config, processor)
     return Mixture.parse(data.datasets, data.registry, data.shuffle, config.train.seed, reading)
 
 
 def open_held_out(config: Config, processor: Processor) -> dict[str, Mixture]:
-    """The data sets of `eval.datasets` by name, opened, in the order of their records. Raises `UserError`."""
+    """Open the data sets of `eval.datasets`, by name, in the order of their records. Raises `UserError`."""
     registry, seed, reading = config.data.registry, config.train.seed, reading_of(config, processor)
     return {name: Mixture.parse((name,), registry, False, seed, reading) for name in config.eval.datasets}

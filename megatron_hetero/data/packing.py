@@ -1,10 +1,14 @@
-"""Samples as tokens, and several of them packed into one sequence without padding."""
+"""Samples as tokens, and what all ranks know of the packs that they form.
+
+A *pack* is the micro-batch of one replica of the text module: samples as one sequence of tokens, without padding
+between them. It may be empty.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -44,48 +48,106 @@ class TokenizedSample:
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    @property
+    def labels(self) -> np.ndarray:
+        """Token that each position must predict, or `IGNORED`, int64 [n]. The last token predicts nothing, so that
+        labels never cross samples.
+        """
+        labels = np.full(len(self), IGNORED, np.int64)
+        labels[:-1] = np.where(self.supervised[1:], self.input_ids[1:], IGNORED)
+        return labels
 
-def bad_counts(bad: Sequence[BadSample]) -> dict[str, int]:
-    """Metrics: the number of bad samples, and those of each cause that there is."""
-    causes = Counter(each.cause for each in bad)
-    return {"bad_samples": len(bad), **{f"bad_samples_{cause}": causes[cause] for cause in sorted(causes)}}
 
+@dataclass(frozen=True)
+class PackMetadata:
+    """What all ranks know of a pack. Tuples by encoder are in the order of the encoders.
 
-@dataclass(frozen=True, eq=False)
-class PackedBatch:
-    """A micro-batch as one sequence of n tokens: its samples without padding between them. It may be empty.
+    Hashable: equal packs are cut in the same way, whatever their `supervised` and `sources`.
 
     Attributes:
-        input_ids: int64 [n].
-        labels: int64 [n], already shifted: the token that position i must predict, or -100. A sample's last token
-            predicts nothing, so labels never cross samples.
-        position_ids: int64 [dims, n], from 0 in each sample; without samples [3, 0].
-        cu_seqlens: int64 [samples + 1], the start of each sample and the end of the last one.
-        supervised_tokens: number of labels that are not -100.
+        lengths: tokens of each sample.
+        sizes: by encoder, the size of each piece.
+        places: by encoder, the bytes of `positions`.
+        supervised: number of supervised tokens.
+        sources: by encoder, the source of each piece, int64 [pieces, 3]: numbers of the sample in the stream, of the
+            item in the sample, and of the piece in the item.
     """
 
-    input_ids: np.ndarray
-    labels: np.ndarray
-    position_ids: np.ndarray
-    cu_seqlens: np.ndarray
-    supervised_tokens: int
+    lengths: tuple[int, ...]
+    sizes: tuple[tuple[Size, ...], ...]
+    places: tuple[bytes, ...]
+    supervised: int = field(default=0, compare=False)
+    sources: tuple[np.ndarray, ...] = field(default=(), compare=False)
+
+    @classmethod
+    def of_sample(cls, number: int, sample: TokenizedSample, encoders: Sequence[str]) -> PackMetadata:
+        """Return the metadata of a pack with one sample, which has this number in the stream."""
+        assert sample.rows.sum() == len(sample.row_positions), "a sample has one token for each row of its items"
+        sizes, places, sources = [], [], []
+        for encoder in encoders:
+            encoded = np.array([ref.field.encoder == encoder for ref in sample.record.items], bool)
+            items = np.flatnonzero(encoded).tolist()
+            source = [(number, item, piece) for item in items for piece in range(len(sample.pieces[item]))]
+            sizes.append(tuple(size for item in items for size in sample.pieces[item]))
+            places.append(sample.row_positions[np.repeat(encoded, sample.rows)].astype(np.int64).tobytes())
+            sources.append(np.array(source, np.int64).reshape(-1, 3))
+        # A label is the token that follows.
+        supervised = int(sample.supervised[1:].sum())
+        return cls((len(sample),), tuple(sizes), tuple(places), supervised, tuple(sources))
+
+    @classmethod
+    def joined(cls, packs: Sequence[PackMetadata], encoders: int) -> PackMetadata:
+        """Return one pack of the samples of `packs`, in a model with `encoders` encoders."""
+        starts = np.cumsum([0, *(pack.tokens for pack in packs)])[:-1].tolist()
+        return cls(
+            lengths=tuple(length for pack in packs for length in pack.lengths),
+            sizes=tuple(tuple(size for pack in packs for size in pack.sizes[i]) for i in range(encoders)),
+            places=tuple(
+                b"".join((pack.positions(i) + start).tobytes() for pack, start in zip(packs, starts, strict=True))
+                for i in range(encoders)
+            ),
+            supervised=sum(pack.supervised for pack in packs),
+            sources=tuple(
+                np.concatenate([np.zeros((0, 3), np.int64), *(pack.sources[i] for pack in packs)])
+                for i in range(encoders)
+            ),
+        )
+
+    def is_same(self, other: PackMetadata) -> bool:
+        """Return whether the packs are equal in `supervised` and `sources` too."""
+        same_sources = all(map(np.array_equal, self.sources, other.sources))
+        return self == other and self.supervised == other.supervised and same_sources
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all samples."""
+        return sum(self.lengths)
+
+    def positions(self, encoder: int) -> np.ndarray:
+        """Return the positions of an encoder's rows among the tokens of the pack, int64 [rows]."""
+        return np.frombuffer(self.places[encoder], np.int64)
+
+    def patches(self, encoders: Mapping[str, ItemShape]) -> list[int]:
+        """Return the number of patches for each of the encoders."""
+        return [len(self.positions(i)) * shape.unit for i, shape in enumerate(encoders.values())]
+
+    def cost(self, encoders: Mapping[str, ItemShape]) -> float:
+        """Return the predicted forward flops of all encoders."""
+        shapes = zip(encoders.values(), self.sizes, strict=True)
+        return sum(shape.cost(size) for shape, sizes in shapes for size in sizes)
 
 
-def pack(samples: Sequence[TokenizedSample]) -> PackedBatch:
-    """Packs samples in the order given; there may be none, if all were left out."""
-    ids, supervised = _joined([each.input_ids for each in samples]), _joined([each.supervised for each in samples])
-    ends = np.cumsum([0, *map(len, samples)], dtype=np.int64)
-    labels = np.where(np.roll(supervised, -1), np.roll(ids, -1), IGNORED)
-    labels[ends[1:] - 1] = IGNORED
-    positions = _joined([each.position_ids for each in samples], len(samples[0].position_ids) if samples else 3)
-    return PackedBatch(ids, labels, positions, cu_seqlens=ends, supervised_tokens=int((labels != IGNORED).sum()))
+def bad_counts(bad: Sequence[BadSample]) -> dict[str, int]:
+    """Return metrics: the number of bad samples, and the number of each cause that occurs."""
+    causes = Counter(each.cause for each in bad)
+    return {"bad_samples": len(bad), **{f"bad_samples_{cause}": causes[cause] for cause in sorted(causes)}}
 
 
 @dataclass(frozen=True)
 class SampleLimits:
     """Limits of a sample, which is never truncated.
 
-    `patches`: for each encoder; None: no limit. `too_long`: whether a larger sample is an error or skipped.
+    `patches`: limit for each encoder; None: no limit. `too_long`: whether a larger sample is an error or skipped.
     """
 
     tokens: int
@@ -101,7 +163,7 @@ class SampleLimits:
                 "because": "samples are never truncated",
                 "fix": "raise data.max_seq_length, lower data.max_pixels, or set data.too_long to skip",
             }
-        elif self.patches is not None and (patches := _most_patches(sample, encoders)) > self.patches:
+        elif self.patches is not None and (patches := _max_patches(sample, encoders)) > self.patches:
             problem = {
                 "found": f"images of {patches} patches",
                 "expected": f"at most train.patches_per_micro_batch = {self.patches}",
@@ -115,15 +177,6 @@ class SampleLimits:
         raise UserError.at(sample.record.where, **problem)
 
 
-def _most_patches(sample: TokenizedSample, encoders: Mapping[str, ItemShape]) -> int:
-    """The largest number of the sample's patches for one encoder."""
-    patches = dict.fromkeys(encoders, 0)
-    for ref, pieces in zip(sample.record.items, sample.pieces, strict=True):
-        shape = encoders[ref.field.encoder]
-        patches[ref.field.encoder] += sum(map(shape.rows, pieces)) * shape.unit
-    return max(patches.values())
-
-
-def _joined(parts: Sequence[np.ndarray], *dims: int) -> np.ndarray:
-    """Joins arrays, int64 [*dims, n], along the last dim."""
-    return np.concatenate([np.zeros((*dims, 0), np.int64), *parts], axis=-1)
+def _max_patches(sample: TokenizedSample, encoders: Mapping[str, ItemShape]) -> int:
+    """Return the largest number of the sample's patches for one encoder."""
+    return max(PackMetadata.of_sample(0, sample, list(encoders)).patches(encoders))

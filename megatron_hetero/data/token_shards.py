@@ -19,8 +19,8 @@ of two, encoded by `sp:2,dp:2` and read by `tp:2,dp:2`, the first two samples by
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 
@@ -29,31 +29,57 @@ from megatron_hetero.boundary.ownership import Gradient, Groups, Ownership
 from megatron_hetero.layout.axes import axes_of
 from megatron_hetero.layout.context import (
     AttentionSegments,
-    chunk_bounds,
-    zigzag_member,
     zigzag_segments,
     zigzag_tokens,
 )
 from megatron_hetero.layout.layout import Layout
 
 
-@dataclass(frozen=True, eq=False)
-class TokenShare:
-    """What one rank of the text module works on in one micro-batch.
+@dataclass(frozen=True)
+class SequenceShard:
+    """What one rank of a module works on in one call of its layers: tokens of a pack, or patches of an encoder's
+    items. Lengths are in tokens or patches. Equal shards take equal time and memory: indices are not compared.
 
-    `tokens`: int64 [n], positions in the pack, ascending; its tp group shares them. `padded`: their number with
-    padding, a multiple of the tp ranks that share activations, and never 0, since Megatron's layers do not accept
-    tensors without elements. `sp_lengths`: tokens of each sp member of this rank's cp member; `cp_lengths`: tokens of
-    each cp member. `segments`: attention of the cp member. `rows_at`: by encoder, int64, positions in this rank's shard
-    of the embedding of the rows that reach it, in their order of arrival.
+    Attributes:
+        tokens: length n of the shard without padding, which the rank's tp group shares.
+        local: length between layers on each of the tp `ranks` that split the shard, with padding. Never 0, since
+            Megatron's layers do not accept tensors without elements.
+        ranks: number of those ranks; 1 where activations are not split over tp.
+        sp_lengths: tokens of each sp member of this rank's cp member.
+        cp_lengths: tokens of each cp member.
+        segments: full attention of the cp member.
+        windows: lengths of the shard's windows of local attention.
+        lengths: tokens of each sample of the whole pack; empty for an encoder.
+        supervised: number of tokens with a loss, where it is known.
+        padding: number of the `local` tokens, the last ones, that are padding on this rank.
+        positions: int64, of a text module [n], positions in the pack, ascending; of an encoder [dims, n], coordinates
+            of patches.
+        rows_at: by encoder, int64 [rows], positions of the rows that reach this rank in its shard of the embedding, in
+            their order of arrival.
     """
 
-    tokens: np.ndarray
-    padded: int
+    tokens: int
+    local: int
+    ranks: int
     sp_lengths: tuple[int, ...]
     cp_lengths: tuple[int, ...]
     segments: AttentionSegments
-    rows_at: Mapping[str, np.ndarray]
+    windows: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+    supervised: int = 0
+    padding: int = field(default=0, compare=False)
+    positions: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int64), compare=False, repr=False)
+    rows_at: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray], compare=False, repr=False)
+
+    @property
+    def padded(self) -> int:
+        """Length of the shard with padding, over all tp ranks."""
+        return self.local * self.ranks
+
+    @property
+    def member(self) -> int:
+        """Tokens of the cp member, over all its sp ranks."""
+        return sum(self.sp_lengths)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +87,7 @@ class TokenShards:
     """The packs of all replicas, cut over the ranks of the text module, in each of its pipeline stages.
 
     `sharded`: whether activations are sharded over tp. `lengths`: for each pack the tokens of its samples. `places`: by
-    encoder, for each pack the positions of its rows, int64. The rows of an encoder are numbered over the packs in turn.
+    encoder, for each pack the positions of its rows, int64. The rows of an encoder are numbered pack by pack.
     """
 
     layout: Layout
@@ -70,77 +96,86 @@ class TokenShards:
     places: Mapping[str, tuple[np.ndarray, ...]]
 
     def ownership(self, encoder: str, stage: int = 0) -> Ownership:
-        """The rows of an encoder that each rank of a stage needs, for the tokens of its shard, ascending."""
+        """Return the rows of an encoder that each rank of a stage needs for the tokens of its shard, ascending."""
         group, _ = self._cut_places[encoder]
         return Ownership.from_assignment(holding_groups(self.layout, self.sharded, stage), group)
 
-    def share(self, rank: int) -> TokenShare:
-        """The share of `rank`."""
-        at, layout = self.layout.coordinate(rank), self.layout
-        lengths = self.lengths[at.dp]
-        of_members = zigzag_tokens(lengths, layout.cp)
-        mine = of_members[at.cp]
-        cuts = even_cuts(len(mine), layout.sp)
-        tokens = mine[cuts[at.sp] : cuts[at.sp + 1]]
-        tp = layout.tp if self.sharded else 1
-        number = ((at.dp * layout.cp + at.cp) * layout.sp + at.sp) * tp + (at.tp if self.sharded else 0)
-        return TokenShare(
-            tokens=tokens,
-            padded=int(tp_share(np.array(len(tokens)), tp)) * tp,
-            sp_lengths=tuple(np.diff(cuts).tolist()),
-            cp_lengths=tuple(map(len, of_members)),
-            segments=zigzag_segments(lengths, layout.cp, at.cp),
-            rows_at={encoder: place[group == number] for encoder, (group, place) in self._cut_places.items()},
+    def shard(self, rank: int) -> SequenceShard:
+        """Return what `rank` works on."""
+        at = self.layout.coordinate(rank)
+        lengths, runs, tp_rank = self.lengths[at.dp], self._runs(at.dp), at.tp if self.sharded else 0
+        tokens = runs[at.cp][at.sp]
+        local = int(tp_share(np.array(len(tokens)), self._tp))
+        group = self._group(at.dp, at.cp, at.sp) + tp_rank
+        return SequenceShard(
+            tokens=len(tokens),
+            local=local,
+            ranks=self._tp,
+            sp_lengths=tuple(map(len, runs[at.cp])),
+            cp_lengths=tuple(sum(map(len, each)) for each in runs),
+            segments=zigzag_segments(lengths, self.layout.cp, at.cp),
+            lengths=lengths,
+            padding=local - local_tokens(len(tokens), local, tp_rank),
+            positions=tokens,
+            rows_at={encoder: place[groups == group] for encoder, (groups, place) in self._cut_places.items()},
         )
+
+    @property
+    def _tp(self) -> int:
+        """Number of tp ranks that split the tokens of an sp member."""
+        return self.layout.tp if self.sharded else 1
+
+    def _group(self, replica: int, cp_rank: int, sp_rank: int) -> int:
+        """Return the number of the first group of ranks that holds tokens of an sp member, see `holding_groups`."""
+        return ((replica * self.layout.cp + cp_rank) * self.layout.sp + sp_rank) * self._tp
+
+    def _runs(self, replica: int) -> list[list[np.ndarray]]:
+        """Return the tokens of a pack, int64, by cp member and sp member."""
+        members = zigzag_tokens(self.lengths[replica], self.layout.cp)
+        return [np.split(tokens, even_cuts(len(tokens), self.layout.sp)[1:-1]) for tokens in members]
 
     @cached_property
     def _cut_places(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """The group of ranks that needs each row, and its place in their shard of the embedding, by encoder."""
-        return {encoder: self._cut(places) for encoder, places in self.places.items()}
+        cuts = [self._cut(replica) for replica in range(len(self.lengths))]
+        return {
+            encoder: (
+                np.concatenate([groups[at] for (groups, _), at in zip(cuts, places, strict=True)]),
+                np.concatenate([place[at] for (_, place), at in zip(cuts, places, strict=True)]),
+            )
+            for encoder, places in self.places.items()
+        }
 
-    def _cut(self, places: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray]:
-        cp, sp, tp = self.layout.cp, self.layout.sp, self.layout.tp if self.sharded else 1
-        pack = np.repeat(np.arange(len(self.lengths)), [len(p) for p in places])
-        lengths = np.array([n for samples in self.lengths for n in samples], np.int64)
-        first_sample = np.cumsum([0, *map(len, self.lengths)])
-        ends = np.concatenate([[0], np.cumsum(lengths)])
-        token = np.concatenate([np.zeros(0, np.int64), *places]) + ends[first_sample[pack]]
-        sample = np.searchsorted(ends[1:], token, side="right")
-        numbers = np.arange(len(lengths)) - np.repeat(first_sample[:-1], np.diff(first_sample))
-        offset = token - ends[sample]
-        member = zigzag_member(offset, lengths[sample], numbers[sample], cp)
-        # Tokens of each member in the samples before, counted from the pack's first.
-        bounds = chunk_bounds(lengths, numbers, cp)
-        chunks = np.diff(bounds, axis=1)
-        sizes = chunks[:, :cp] + chunks[:, : cp - 1 : -1]
-        before = np.concatenate([np.zeros((1, cp), np.int64), np.cumsum(sizes, axis=0)])
-        first = before[first_sample[pack], member]
-        late = offset >= bounds[sample, 2 * cp - 1 - member]
-        skipped = np.where(late, bounds[sample, 2 * cp - 1 - member] - chunks[sample, member], bounds[sample, member])
-        # The place of each row among the tokens of its cp member, and the number of these.
-        place, total = before[sample, member] - first + offset - skipped, before[first_sample[pack + 1], member] - first
-        # The last run, of those that begin at floor(k * total / sp), that begins at or before the place.
-        sp_rank = ((place + 1) * sp - 1) // total
-        start, stop = sp_rank * total // sp, (sp_rank + 1) * total // sp
-        share = tp_share(stop - start, tp)
-        tp_rank = (place - start) // share
-        return ((pack * cp + member) * sp + sp_rank) * tp + tp_rank, place - start - tp_rank * share
+    def _cut(self, replica: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the group of ranks that embeds each token of a pack, and its place in their shard, int64 [tokens]."""
+        groups, places = np.empty((2, sum(self.lengths[replica])), np.int64)
+        for cp_rank, runs in enumerate(self._runs(replica)):
+            for sp_rank, tokens in enumerate(runs):
+                share = tp_share(np.array(len(tokens)), self._tp)
+                tp_rank, places[tokens] = np.divmod(np.arange(len(tokens)), share)
+                groups[tokens] = self._group(replica, cp_rank, sp_rank) + tp_rank
+        return groups, places
 
 
 @lru_cache(maxsize=64)
 def holding_groups(layout: Layout, sharded: bool, stage: int = 0) -> Groups:
-    """Ranks of a stage that hold the same rows: tp groups, or single ranks with sequence-parallel activations."""
+    """Return ranks of a stage that hold the same rows: tp groups, or single ranks if activations are sharded."""
     return layout.stage(stage).groups(*(() if sharded else ("tp",)))
 
 
-def even_cuts(total: int, parts: int) -> np.ndarray:
-    """Bounds of even contiguous runs of `total`, int64 [parts + 1]."""
-    return np.arange(parts + 1) * total // parts
+def even_cuts(total: int, runs: int) -> np.ndarray:
+    """Return the bounds of even contiguous runs of `total`, int64 [runs + 1]."""
+    return np.arange(runs + 1) * total // runs
 
 
 def tp_share(tokens: np.ndarray, tp: int) -> np.ndarray:
-    """Tokens per rank of `tp` ranks that share activations, with padding; at least one."""
+    """Return the tokens of each of `tp` ranks that split activations, with padding; at least one."""
     return np.maximum(1, -(-tokens // tp))
+
+
+def local_tokens(tokens: int, share: int, tp_rank: int) -> int:
+    """Return how many of the `share` tokens of a tp rank are not padding, if the shard has `tokens`."""
+    return max(0, min(tokens - share * tp_rank, share))
 
 
 CUT = ("cp", "sp", "tp")
@@ -156,7 +191,7 @@ def own_samples(
     stage: int = -1,
     gradient: Gradient = "invariant",
 ) -> Ownership:
-    """Ownership of the rows of whole samples on replicas: an encoder's output, or a module's input.
+    """Return the ownership of rows of whole samples on replicas: an encoder's output, or a module's input.
 
     Args:
         layout: layout of the module.
@@ -190,7 +225,7 @@ def own_samples(
 
 
 def _run(layout: Layout, rank: int, rows: Sequence[Sequence[int]], split: Collection[str]) -> Sequence[int]:
-    """The run of its replica's rows that `rank` holds."""
+    """Return the run of its replica's rows that `rank` holds."""
     at = layout.coordinate(rank)
     run, runs = 0, 1
     for axis in CUT:
@@ -209,16 +244,16 @@ def own_tokens(
     stage: int = 0,
     gradient: Gradient = "invariant",
 ) -> Ownership:
-    """Ownership of the rows of each rank's own tokens (`tokens_of`), ascending. Without `sequence_parallel` the ranks
-    along `tp` need the same rows.
+    """Return the ownership of the rows at each rank's tokens (`tokens_of`), ascending. Without `sequence_parallel` the
+    ranks along `tp` need the same rows.
 
     Args:
         layout: layout of the module that reads tokens.
-        lengths: for each data-parallel replica, the tokens of each of its consecutive samples.
+        lengths: for each data-parallel replica, the number of tokens of each of its consecutive samples.
         places: for each replica, the positions of rows among its tokens, [rows]. Rows are numbered in this order,
             replica by replica, from 0.
         sequence_parallel: whether activations are cut over `tp`, as by Megatron's `sequence_parallel`.
-        stage: pipeline stage; -1 is the last, for a module whose own tokens leave it as rows.
+        stage: pipeline stage; -1 is the last, for a module whose tokens leave it as rows.
         gradient: gradient of rows on several ranks, see `Ownership`. It is `invariant` along `tp`.
 
     Raises:
@@ -237,25 +272,24 @@ def own_tokens(
 
 
 def tokens_of(layout: Layout, rank: int, lengths: Sequence[int], *, sequence_parallel: bool = False) -> np.ndarray:
-    """Positions, int64 ascending, of the tokens that `rank` works on among those of its replica.
+    """Return the positions, int64 ascending, of the tokens of its replica that `rank` works on.
 
-    Cut over `cp` in zigzag, each sample by itself (into 2 cp chunks, of which member i has the chunks i and
+    They are cut over `cp` in zigzag, each sample by itself (into 2 cp chunks, of which member i has the chunks i and
     2 cp - 1 - i: Megatron's where 2 cp divides the length), then over `sp` into even contiguous runs, and, with
     `sequence_parallel`, over `tp` into contiguous runs, of which the last ones are shorter where `tp` does not divide.
 
     Args:
         layout: layout of the module.
         rank: one of its ranks.
-        lengths: tokens of each of the replica's consecutive samples.
+        lengths: number of tokens of each of the replica's consecutive samples.
         sequence_parallel: as for `own_tokens`.
     """
     at = layout.coordinate(rank)
     packs = tuple(tuple(lengths) if replica == at.dp else () for replica in range(layout.dp))
-    tokens = TokenShards(layout, sequence_parallel, packs, {}).share(rank).tokens
+    shard = TokenShards(layout, sequence_parallel, packs, {}).shard(rank)
     if not sequence_parallel:
-        return tokens
-    share = int(tp_share(np.array(len(tokens)), layout.tp))
-    return tokens[at.tp * share : (at.tp + 1) * share]
+        return shard.positions
+    return shard.positions[at.tp * shard.local : (at.tp + 1) * shard.local]
 
 
 def _stage(layout: Layout, stage: int) -> Layout:

@@ -9,7 +9,7 @@ from megatron_hetero.data.item_fields import ItemField
 
 ChatRole = Literal["system", "user", "assistant", "tool"]
 Content = str | tuple[str | ItemField, ...]
-"""A text, or texts and the fields of items in their order. What looks like a placeholder in a text is text."""
+"""A text, or texts and the fields of items in order. A text that looks like a placeholder is a text."""
 
 
 class Turn(NamedTuple):
@@ -17,8 +17,8 @@ class Turn(NamedTuple):
 
     Attributes:
         role: the speaker.
-        content: what is said; items in turns of users and tools only.
-        supervised: whether it is trained on, if it is the assistant's.
+        content: text and items; only turns of users and tools have items.
+        supervised: whether a turn of the assistant is trained on.
         further: further fields of the chat message as the template takes them: `tool_calls`, `reasoning_content`,
             `name`, `tool_call_id`.
     """

@@ -29,9 +29,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 
+from megatron_hetero.data.token_shards import SequenceShard
 from megatron_hetero.estimate.allocations import FP32, SubmoduleBytes
 from megatron_hetero.estimate.measured import FIRST, LAST, Measured, Submodule, is_merged, measure
-from megatron_hetero.estimate.shards import SequenceShard, Work
+from megatron_hetero.estimate.shards import Work
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.pipeline import PipelineStage
 from megatron_hetero.models.layers.offload import OffloadSizes, offloaded_layers

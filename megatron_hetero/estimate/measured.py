@@ -20,9 +20,8 @@ from torch import Tensor
 
 from megatron_hetero.config.lora import LoraConfig
 from megatron_hetero.config.optimizers import NONE, OffloadConfig, PrecisionConfig
-from megatron_hetero.data.token_shards import even_cuts
+from megatron_hetero.data.token_shards import SequenceShard, even_cuts
 from megatron_hetero.estimate.allocations import META, Memory, SubmoduleBytes, measured_rule
-from megatron_hetero.estimate.shards import SequenceShard, Spans
 from megatron_hetero.groups.local_group import SilentGroup
 from megatron_hetero.groups.megatron import module_groups, without_processes
 from megatron_hetero.groups.platform import Platform, instead_of_compiled
@@ -137,7 +136,7 @@ def _callable_of(
         return partial(_embed_patches, model, shard), patches
     hidden = _tensor(shard.local, 1, module.shape.hidden, dtype=module.dtype, requires_grad=module.passes_gradients)
     if submodule.kind == "layer":
-        layer, attention = model.layers[0], _attention(module.layout, shard)
+        layer, attention = model.layers[0], _attention(shard)
         table = _tensor(2, shard.tokens, module.shape.rotary.width)
 
         def run_layer(hidden: Tensor) -> list[Tensor]:
@@ -222,35 +221,28 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, is_caus
     return fused(q, k, v, 0.0, is_causal, attn_mask=mask)[0]
 
 
-def _attention(layout: Layout, shard: SequenceShard) -> AttentionParams:
+def _attention(shard: SequenceShard) -> AttentionParams:
     """Return the attention inputs of the first rank of its groups, where the second rank has all other tokens."""
-    sp_lengths = (shard.tokens, shard.member - shard.tokens, *(0,) * layout.sp)[: layout.sp]
-    cp_lengths, windows = (shard.member,) * layout.cp, _segments(shard.windows)
-    if shard.lengths and layout.cp > 1:
-        others = np.diff(even_cuts(sum(shard.lengths) - shard.member, layout.cp - 1))
+    cp_lengths, windows = shard.cp_lengths, PackedSegments.of(shard.windows, META)
+    if shard.lengths and len(cp_lengths) > 1:
+        others = np.diff(even_cuts(sum(shard.lengths) - shard.member, len(cp_lengths) - 1))
         cp_lengths = shard.member, *others.tolist()
-    segments = _segments(shard.segments, cp_lengths)
-    return AttentionParams(segments, sp_lengths, cp_lengths, windows, shard.lengths, _ids(shard))
+    segments = PackedSegments.of_segments(shard.segments, META, cp_lengths)
+    return AttentionParams(segments, shard.sp_lengths, cp_lengths, windows, shard.lengths, _ids(shard))
 
 
 def _ids(shard: SequenceShard) -> TokenIds:
-    return TokenIds(_tensor(shard.padded // shard.local, shard.local, dtype=torch.int64))
+    return TokenIds(_tensor(shard.ranks, shard.local, dtype=torch.int64))
 
 
-def _segments(spans: Spans, cp_lengths: tuple[int, ...] = ()) -> PackedSegments:
-    queries, keys = zip(*spans, strict=True) if spans else ((), ())
-    index = np.zeros(sum(keys), np.int64) if len(cp_lengths) > 1 else None
-    return PackedSegments.of_segments(AttentionSegments(queries, keys, index), META, cp_lengths)
-
-
-_NO_ATTENTION = AttentionParams(_segments(()), (), ())
+_NO_ATTENTION = AttentionParams(PackedSegments.of((), META), (), ())
 
 
 def measure(measured: Measured, submodule: Submodule, shard: SequenceShard) -> SubmoduleBytes:
     """Measure a submodule on a rank that works on `shard`, without full recomputation."""
     submodule = submodule._replace(layer=_first_equal(measured)[submodule.layer])
     # Fields of the shard that the submodule does not read are reset, so that equal measurements are made once.
-    unused: dict[str, Any] = dict.fromkeys(("segments", "windows", "lengths"), ())
+    unused: dict[str, Any] = {"segments": AttentionSegments((), ()), "windows": (), "lengths": ()}
     if submodule.kind == "layer":
         attention = measured.shape.architecture.layers[submodule.layer].attention
         if isinstance(attention, DeltaNet):

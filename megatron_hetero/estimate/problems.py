@@ -142,7 +142,7 @@ def _empty_shards(estimate: Estimate) -> Iterator[Problem]:
         idle = [
             number
             for number, work in enumerate(shards.shards)
-            if any(shard.segments for shard in work) and not any(shard.tokens for shard in work)
+            if any(shard.segments.queries for shard in work) and not any(shard.tokens for shard in work)
         ]
         if empty := int(np.isin(shards.of_rank, idle).sum()):
             yield Problem(

@@ -1,4 +1,4 @@
-"""The assumed micro-batch of an estimate, and the shard of it that each rank's layers work on. Pure.
+"""The assumed micro-batch of an estimate, and what each rank works on in it, by the partitioner that trains. Pure.
 
 Every sample is the same, with square images of one size; a token budget is used up by more text. All replicas of the
 text module therefore have equal packs, and encoder replicas with pieces of equal sizes equal shards, which are computed
@@ -16,13 +16,12 @@ import numpy as np
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.config.sections import EstimateConfig
-from megatron_hetero.data.dealing import PackShape, Pieces
-from megatron_hetero.data.encoder_shards import EncoderShards, EncoderShare
+from megatron_hetero.data.encoder_shards import EncoderShards
+from megatron_hetero.data.packing import PackMetadata
 from megatron_hetero.data.partition import Packs, StepPartitioner, sides
-from megatron_hetero.data.token_shards import TokenShards
+from megatron_hetero.data.token_shards import SequenceShard, TokenShards
 from megatron_hetero.job.job import BatchShape, Budget, JobSpec, micro_batch_setting
 from megatron_hetero.layout.axes import axes_of
-from megatron_hetero.layout.context import AttentionSegments
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.names import TEXT
@@ -51,7 +50,7 @@ class AssumedBatch:
 
     @classmethod
     def of(cls, job: JobSpec) -> AssumedBatch:
-        """The batch that section `plan` describes. Raises `UserError` where it is too large to count."""
+        """Return the batch that section `plan` describes. Raises `UserError` where it is too large to count."""
         shapes, batch = job.shapes, job.batch
         plan = job.config.plan if job.budget is None else _filling(job.config.plan, shapes, batch, job.budget)
         sample = assumed_sample(plan, shapes)
@@ -66,87 +65,71 @@ class AssumedBatch:
             )
         partitioner, packs = StepPartitioner.of(job, rank=0), (_pack(sample, batch.samples),) * batch.replicas
         text = tuple(range(m, m + 1) for m in range(batch.micro_batches))
-        return cls(job, sample, partitioner, packs, {TEXT: text, **partitioner.calls([packs] * batch.micro_batches)})
+        encoders = partitioner.call_ranges([packs] * batch.micro_batches)
+        return cls(job, sample, partitioner, packs, {TEXT: text, **encoders})
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each sample of a pack."""
         return self.packs[0].lengths
 
+    @property
+    def predicts(self) -> np.ndarray:
+        """Whether each token of a pack has a label, bool [tokens]: the label is the token that follows."""
+        labels = np.zeros((len(self.lengths), self.sample.tokens), bool)
+        labels[:, self.sample.tokens - 1 - self.sample.supervised : -1] = True
+        return labels.ravel()
+
     def sizes_of_calls(self, module: str) -> tuple[int, ...]:
-        """The distinct numbers of micro-batches per call, largest first."""
+        """Return the distinct numbers of micro-batches per call, largest first."""
         return tuple(sorted({len(call) for call in self.calls[module]}, reverse=True))
 
     # Shards have an entry for each row. Those of the last batch alone are stored, as a search holds many batches.
     @lru_cache(maxsize=1)  # noqa: B019
     def token_shards(self) -> TokenShards:
-        """What the text module reads in a micro-batch."""
+        """Return the packs of a micro-batch, cut over the ranks of the text module."""
         return self.partitioner.token_shards(self.packs)
 
     @lru_cache(maxsize=4)  # noqa: B019
     def encoder_shards(self, encoder: str, micro_batches: int) -> EncoderShards:
-        """What an encoder encodes in a call of `micro_batches`."""
+        """Return the pieces of a call of `micro_batches`, cut over the ranks of an encoder."""
         return self.partitioner.encoder_shards(encoder, [self.packs] * micro_batches)
 
     def sides(self, edge: Edge, micro_batches: int) -> list[tuple[Ownership, Ownership]]:
-        """Source and destination ownership of the rows of an edge, for each micro-batch of a call."""
+        """Return source and destination ownership of the rows of an edge, for each micro-batch of a call."""
         return sides(edge, self.encoder_shards(edge.source, micro_batches), [self.token_shards()] * micro_batches)
 
 
-def _pack(sample: AssumedSample, samples: int) -> PackShape:
-    """A pack of so many equal samples."""
+def _pack(sample: AssumedSample, samples: int) -> PackMetadata:
+    """Return a pack of `samples` equal samples."""
     starts = sample.tokens * np.arange(samples)[:, None]
-    pieces = (
-        Pieces(sizes * samples, (starts + sample.positions(name)).tobytes()) for name, sizes in sample.sizes.items()
+    return PackMetadata(
+        lengths=(sample.tokens,) * samples,
+        sizes=tuple(sizes * samples for sizes in sample.sizes.values()),
+        places=tuple((starts + sample.positions(name)).tobytes() for name in sample.sizes),
+        supervised=sample.supervised * samples,
     )
-    return PackShape((sample.tokens,) * samples, tuple(pieces))
 
 
 def _filling(plan: EstimateConfig, shapes: ModelShapes, batch: BatchShape, budget: Budget) -> EstimateConfig:
     """Return `plan` with samples that fill a micro-batch. Raises `UserError` where one sample is larger."""
     sample = assumed_sample(plan, shapes)
-    patches = {name: sample.rows[name] * e.unit for name, e in shapes.encoders.items()}
-    limits = {"tokens": (sample.tokens, budget.tokens), "patches": (max(patches.values()), budget.patches)}
-    for what, (number, most) in limits.items():
-        if most is not None and number > most:
+    patches = max(_pack(sample, 1).patches(shapes.encoders))
+    limits = {"tokens": (sample.tokens, budget.tokens), "patches": (patches, budget.patches)}
+    for what, (number, limit) in limits.items():
+        if limit is not None and number > limit:
             raise UserError.at(
                 f"section plan ({_ASSUMED})",
                 found=f"samples of {number} {what}",
-                expected=f"at most train.{what}_per_micro_batch = {most}",
+                expected=f"at most train.{what}_per_micro_batch = {limit}",
                 because="samples are never cut",
                 fix=f"lower {_ASSUMED}, or raise train.{what}_per_micro_batch",
             )
     return replace(plan, tokens=plan.tokens + max(0, budget.tokens // batch.samples - sample.tokens))
 
 
-Spans = tuple[tuple[int, int], ...]
-"""Query and key lengths of attention segments."""
-
-
-@dataclass(frozen=True)
-class SequenceShard:
-    """What one rank of a module works on in one call of its layers; lengths in tokens (patches for an encoder).
-
-    `tokens`: length of the shard, shared by the tp group; `padded`: with padding; `local`: length between layers, a
-    part of `padded` with sequence-parallel activations. `member`: tokens of the cp member, over its sp ranks.
-    `segments`, `windows`: of full and of local attention. `supervised`: tokens with a loss. `lengths`: tokens of each
-    whole sequence, for layers that run along them.
-    """
-
-    tokens: int
-    padded: int
-    local: int
-    member: int
-    segments: Spans
-    windows: Spans = ()
-    supervised: int = 0
-    lengths: tuple[int, ...] = ()
-
-
 Work = tuple[SequenceShard, ...]
-"""What one rank of a module works on in a micro-batch or call of several: the shard of each call of its layers, more
-than one for an encoder with a limit of patches.
-"""
+"""What one rank of a module works on in a call of one or more micro-batches: the shard of each chunk."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,48 +146,48 @@ class ModuleShards:
 
 
 def text_shards(assumed: AssumedBatch) -> ModuleShards:
-    """The shards of the text module."""
-    sample, shards = assumed.sample, assumed.token_shards()
-    labels = np.zeros((len(assumed.lengths), sample.tokens), bool)
-    labels[:, sample.tokens - 1 - sample.supervised : -1] = True
-    split = shards.layout.tp if shards.sharded else 1
+    """Return the shards of the text module."""
+    shards, predicts = assumed.token_shards(), assumed.predicts
 
     def work_of(rank: int) -> Work:
-        share = shards.share(rank)
-        tokens, spans, supervised = len(share.tokens), _spans(share.segments), int(labels.ravel()[share.tokens].sum())
-        local, member = share.padded // split, sum(share.sp_lengths)
-        whole = assumed.lengths
-        return (SequenceShard(tokens, share.padded, local, member, spans, supervised=supervised, lengths=whole),)
+        shard = shards.shard(rank)
+        return (replace(shard, supervised=int(predicts[shard.positions].sum())),)
 
     return _distinct(shards.layout, [0] * shards.layout.dp, work_of)
 
 
 def encoder_shards(assumed: AssumedBatch, encoder: str, micro_batches: int) -> ModuleShards:
-    """The shards of an encoder in a call of `micro_batches`."""
+    """Return the shards of an encoder in a call of `micro_batches`."""
     shards = assumed.encoder_shards(encoder, micro_batches)
     if not shards.sizes:
         return ModuleShards((), np.full(shards.layout.size, -1))
-    split = shards.layout.tp if shards.sharded else 1
-
-    def shard_of(share: EncoderShare) -> SequenceShard:
-        local, windows = share.embedded + share.padding, tuple((n, n) for n in share.windows)
-        tokens, spans = share.positions.shape[1], _spans(share.segments)
-        return SequenceShard(tokens, local * split, local, sum(share.sp_lengths), spans, windows)
-
     sizes = [tuple(shards.sizes[piece] for piece in pieces) for pieces in shards.assigned]
-    return _distinct(shards.layout, sizes, lambda rank: tuple(map(shard_of, shards.shares(rank))))
-
-
-def _spans(segments: AttentionSegments) -> Spans:
-    return tuple(zip(segments.queries, segments.keys, strict=True))
+    return _distinct(shards.layout, sizes, shards.shards)
 
 
 def _distinct(layout: Layout, replicas: Sequence[Hashable], work_of: Callable[[int], Work]) -> ModuleShards:
-    """Compute the work of the ranks of one of each kind of `replicas`. `work_of`: returns a rank's."""
-    numbers, by_kind = dict[Work, int](), dict[Hashable, list[int]]()
+    """Compute the work of the ranks of one of each kind of `replicas`. `work_of`: returns the work of a rank."""
+    numbers, numbers_by_kind = dict[Work, int](), dict[Hashable, list[int]]()
     for replica, kind in enumerate(replicas):
-        if kind not in by_kind:
+        if kind not in numbers_by_kind:
             ranks = layout.group_of(layout.rank_at(dp=replica), *axes_of("tokens"))
-            by_kind[kind] = [numbers.setdefault(work_of(rank), len(numbers)) for rank in ranks]
-    of_stage = np.repeat([by_kind[kind] for kind in replicas], layout.tp)  # tp, sp, cp vary fastest, then dp, then pp
+            works = [tuple(_measured_as(shard, layout) for shard in work_of(rank)) for rank in ranks]
+            numbers_by_kind[kind] = [numbers.setdefault(work, len(numbers)) for work in works]
+    # Of the ranks of a stage, tp, sp, cp vary fastest, then dp, then pp.
+    of_stage = np.repeat([numbers_by_kind[kind] for kind in replicas], layout.tp)
     return ModuleShards(tuple(numbers), np.tile(of_stage, layout.pp))
+
+
+def _measured_as(shard: SequenceShard, layout: Layout) -> SequenceShard:
+    """Return the shard of a rank that works on as much, but is the first of its groups: the second sp member has all
+    other tokens. Memory depends neither on a rank's place in its groups nor on indices, which are dropped.
+    """
+    keys = sum(shard.segments.keys)
+    return replace(
+        shard,
+        sp_lengths=(shard.tokens, shard.member - shard.tokens, *(0,) * layout.sp)[: layout.sp],
+        cp_lengths=(shard.member,) * layout.cp,
+        segments=replace(shard.segments, key_index=np.zeros(keys, np.int64) if layout.cp > 1 else None),
+        positions=np.zeros(0, np.int64),
+        rows_at={},
+    )

@@ -19,14 +19,14 @@ which end with the segment's last token where attention is causal.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class AttentionSegments:
-    """The segments of one context-parallel member.
+    """The segments of one context-parallel member. Compared by lengths.
 
     `queries`, `keys`: number of tokens of each segment, in the order of the member's queries; every segment has
     queries. `key_index`: int64 [sum of keys], the index of each key among the tokens of member 0, member 1, ... in
@@ -35,7 +35,7 @@ class AttentionSegments:
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
-    key_index: np.ndarray | None = None
+    key_index: np.ndarray | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, segments: Sequence[tuple[int, np.ndarray]]) -> AttentionSegments:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,7 +34,7 @@ class EncoderInput:
 
     Attributes:
         patches: [patches of this rank, elements of a patch], padding included; None on pipeline stages after the first.
-        positions: int64 [dims, n], of the shard's n real patches (of pictures: row and column first).
+        positions: int64 [dims, n], coordinates of the shard's n real patches (row and column first).
         attention: windows of the shard, sequences of the replica.
         padding: number of this rank's patches, the last ones, that are padding.
     """
@@ -52,12 +53,13 @@ class TextInput:
     Attributes:
         tokens: int64 [S].
         positions: int64 [dims, n], of the n real tokens.
-        supervised: int64 [t], those of the n tokens that predict.
-        targets: int64 [t], what they have to predict.
+        supervised: int64 [t], indices of those of the n tokens that have a target.
+        targets: int64 [t], the tokens that they must predict.
         rows_at: by output of the encoders, int64 [rows], the places of this rank's rows in its shard of hidden states.
         attention: samples of the pack.
-        hits: bool [t] or None, filled by the last stage: whether the likeliest token is the target.
+        hits: bool [t] or None, filled by the last stage: whether the most likely token is the target.
         balanced: samples of the pack, if the loss balances experts.
+        samples: int64 [n] on the host, the number of each real token's sample in the stream.
     """
 
     tokens: Tensor
@@ -68,6 +70,7 @@ class TextInput:
     attention: AttentionParams
     hits: Tensor | None = None
     balanced: BalancedSamples | None = None
+    samples: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int64))
 
 
 Between = Callable[[Tensor], Tensor]
@@ -212,7 +215,7 @@ class EncoderModel(ModuleStage):
 
 
 class TextModel(ModuleStage):
-    """A language model with multimodal rotary embedding, or one pipeline `stage` of it.
+    """A language model, or one pipeline `stage` of it.
 
         first stage    tokens -> embed -> enter (with rows) -> layers -> hidden
         others         hidden of the previous stage         -> layers -> hidden

@@ -17,31 +17,31 @@ from typing import Any
 from torch import Tensor
 
 from megatron_hetero.base.errors import UserError, one_of
-from megatron_hetero.boundary.loaded import LoadedPlan
 from megatron_hetero.groups.platform import Platform
-from megatron_hetero.layout.graph import Edge
 from megatron_hetero.schedule.program import Schedule
 
 LOSS = "loss"
-"""The output with the sum of losses; further names are in `megatron_hetero.layout.names`."""
+"""Name of the output with the sum of losses. Other names are in `megatron_hetero.layout.names`."""
 METRICS = "metrics"
-"""The name under which a last stage may return further sums by name, scalars without gradients."""
+"""Name under which a last stage may return other sums by name, scalars without gradients."""
 
 StageOutput = Tensor | Mapping[str, Any]
 """The only output of a stage, or its outputs by name."""
 
 
 StageModel = Callable[..., Any]
-"""The model of a stage. One after the first has a method `hidden_shape(batch)`: the shape of the hidden states that it
-receives. The first one of a module that `embeds` has `embed(batch)`: what needs no rows, a tensor of any shape.
+"""The model of a stage. After the first stage it has a method `hidden_shape(batch)`, which returns the shape of the
+hidden states that it receives. On the first stage of a module that `embeds` it has `embed(batch)`, which computes what
+needs no rows, a tensor of any shape.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Gathered:
-    """A part of a stage whose weights are gathered separately, where data-parallel ranks share them.
+    """A submodule of a stage whose weights are gathered separately, where data-parallel ranks share them.
 
-    `read_again`: whether they are read after the part has run. `in_backward`: whether its backward pass reads them.
+    `read_again`: whether they are read after the submodule has run. `in_backward`: whether its backward pass reads
+    them.
     """
 
     module: Any
@@ -51,11 +51,11 @@ class Gathered:
 
 @dataclass(frozen=True, eq=False)
 class ModuleOnRank:
-    """A rank's part of a module.
+    """The stages of a module on one rank.
 
-    `stages`: the models of its stages on this rank, by stage number. `embeds`: whether the first stage of the text
-    module has `embed`, which runs while rows travel. `trains_before_last`: whether stages before the last one, or rows
-    that enter them, need gradients; without them, hidden states need none (a frozen encoder whose projector trains).
+    `stages`: models by stage number. `embeds`: whether the first stage of the text module has `embed`, which runs while
+    rows are on their way. `trains_before_last`: whether stages before the last one, or rows that enter them, need
+    gradients; if not, hidden states need none (a frozen encoder whose projector trains).
     """
 
     stages: Mapping[int, StageModel]
@@ -64,31 +64,42 @@ class ModuleOnRank:
 
 
 @dataclass(frozen=True, eq=False)
-class InParts:
-    """The input of an encoder that takes no rows, in `parts`, one for each call of each of its stages: equally many on
-    all ranks of the encoder. Hidden states and rows are those of all calls, one after the other along the first
-    dimension; losses and metrics are added up. `hidden_shape` is called with one part.
+class InChunks:
+    """The input of an encoder that has no incoming rows, in `chunks`, one for each call of each of its stages: as many
+    on all ranks of the encoder. Hidden states and rows are those of all calls, one after the other along the first
+    dimension; losses and metrics are added up. `hidden_shape` is called with one chunk.
 
     To bound memory, forward passes save no activations; the backward pass runs each call once more, right before the
     call's own backward pass.
     """
 
-    parts: Sequence[Any]
+    chunks: Sequence[Any]
+
+
+def chunks_of(given: Any) -> Sequence[Any]:
+    """Return the inputs of the calls that a module's input takes: several if it is `InChunks`."""
+    return given.chunks if isinstance(given, InChunks) else [given]
 
 
 @dataclass(frozen=True, eq=False)
-class DeviceMicroBatch:
-    """A rank's part of a micro-batch, on the device.
+class MicroBatchInputs:
+    """The inputs of one rank in a micro-batch, on the host until `Runner` needs them.
 
-    `inputs`: the input of each module, or `InParts`; without modules that have no work on any rank (an encoder in a
-    micro-batch without images). `boundaries`: by edge, the plan of its rows; without edges along which none cross.
+        MicroBatchInputs({"vision": pictures, "text": tokens}, {("vision", "text"): Rows(held, needed)})
 
-    `calls`: by module, the micro-batches that one call of it computes, where these are several. The input of the first
-    is that of all, the others have none. Only encoders in waves have such calls, within `Schedule.in_one_call`.
+    Attributes:
+        inputs: by module of this rank, what all its models are called with, or `InChunks`. For a module that takes only
+            rows it may be anything, such as `()`. A module without an input, on all of its ranks, is not run.
+        rows: by edge, or by the two modules that it joins, without edges of which this rank holds and needs no rows.
+            `Runner(...)` takes `Rows`: which rows the rank holds and needs, or the counts that they follow from, as in
+            `Boundary.plan`. `Runner.run` takes plans: the rank's `LoadedPlan` of each edge.
+        calls: by module, the micro-batches that one call of it computes, where these are several. The input of the
+            first is that of all, the others have none. Only encoders in waves have such calls, within
+            `Schedule.in_one_call`.
     """
 
     inputs: Mapping[str, Any]
-    boundaries: Mapping[Edge, LoadedPlan]
+    rows: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
     calls: Mapping[str, range] = field(default_factory=dict[str, range])
 
 
@@ -96,9 +107,9 @@ class DeviceMicroBatch:
 class StepResult:
     """Sums over the micro-batches of a step on this rank: scalars on the device.
 
-    `loss`: the losses of all modules, fp32; 0 without any. `losses`: by module, of those whose last stage is on this
-    rank and has a loss. `metrics`: by module and name, with every module of the topology on every rank; a module whose
-    last stage is elsewhere, or returns no metrics, has none: `result.metrics["text"].get("correct", 0)`.
+    `loss`: the losses of all modules, fp32; 0 without any. `losses`: by module whose last stage is on this rank and has
+    a loss. `metrics`: by module and name, with every module of the topology on every rank; a module whose last stage is
+    elsewhere, or returns no metrics, has none: `result.metrics["text"].get("correct", 0)`.
     """
 
     loss: Tensor
@@ -106,33 +117,34 @@ class StepResult:
     metrics: Mapping[str, Mapping[str, Tensor]]
 
 
-def require_fits(micro_batch: int, batch: DeviceMicroBatch, schedule: Schedule) -> None:
+def require_fits(micro_batch: int, batch: MicroBatchInputs, schedule: Schedule) -> None:
     """Check that a micro-batch names modules and edges of the schedule, as others would be ignored silently; that
-    inputs in parts are of modules that take no rows; and that the calls which begin with it are within
+    inputs in chunks are of modules without incoming rows; and that the calls which begin with it are within
     `Schedule.in_one_call`: other rows would be sent before they are computed, or their gradients be waited for. Raises
     `UserError`.
     """
     modules, edges = schedule.module, schedule.edges
-    for name, found, known in (("inputs", batch.inputs, modules), ("boundaries", batch.boundaries, edges)):
+    for name, found, known in (("inputs", batch.inputs, modules), ("rows", batch.rows, edges)):
         if unknown := [key for key in found if key not in known]:
-            where = f"micro-batch {micro_batch}: `{name}` of its `DeviceMicroBatch`"
+            where = f"micro-batch {micro_batch}: `{name}` of its `MicroBatchInputs`"
             expected = one_of((f"`{each}`" for each in known), {"inputs": "modules"}.get(name, "edges"), "some of")
             fix = "name modules as in the layouts, and edges by `Edge(source, target)`"
             raise UserError.at(where, found=f"`{unknown[0]}`", expected=expected, fix=fix)
     for name, given in batch.inputs.items():
-        if not isinstance(given, InParts):
+        if not isinstance(given, InChunks):
             continue
         takes_rows = modules[name].style == "text" or any(edge.target == name for edge in edges)
-        if takes_rows or not given.parts:
-            where, why = f"micro-batch {micro_batch}: `inputs`", "which takes rows" if given.parts else "without parts"
-            expected, fix = "one part or more, of an encoder that takes none", f"give `{name}` one input"
-            raise UserError.at(where, found=f"`InParts` of `{name}`, {why}", expected=expected, fix=fix)
+        if takes_rows or not given.chunks:
+            why = "which takes rows" if given.chunks else "without chunks"
+            where, expected = f"micro-batch {micro_batch}: `inputs`", "one chunk or more, of an encoder without rows"
+            fix = f"give `{name}` one input"
+            raise UserError.at(where, found=f"`InChunks` of `{name}`, {why}", expected=expected, fix=fix)
     for module, call in batch.calls.items():
         known = schedule.in_one_call(module) if module in modules else ()
         if call and call[0] == micro_batch and any(set(call) <= set(run) for run in known):
             continue
         runs = ", ".join(f"{run[0]}-{run[-1]}" for run in known if micro_batch in run)
-        where = f"micro-batch {micro_batch}: `calls` of its `DeviceMicroBatch`"
+        where = f"micro-batch {micro_batch}: `calls` of its `MicroBatchInputs`"
         expected = f"a range that begins with it, within {runs or 'the micro-batches of a module in waves'}"
         because = "these are encoded in one turn, and their gradients come back in one"
         fix = f"leave `{module}` out, or take micro-batches of one run of `schedule.in_one_call({module!r})`"
@@ -140,8 +152,8 @@ def require_fits(micro_batch: int, batch: DeviceMicroBatch, schedule: Schedule) 
 
 
 def random_states(platform: Platform) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """Return two functions: one copies the states of the generators that models use, PyTorch's own and the streams of
-    Megatron-Core where it has been imported; the other restores a copy. Neither waits for the device.
+    """Return two functions: one copies the states of the random generators that models use, PyTorch's and, once it is
+    imported, Megatron-Core's; the other restores a copy. Neither waits for the device.
     """
     if "megatron.core.tensor_parallel.random" not in sys.modules:
         return platform.random_states, platform.set_random_states

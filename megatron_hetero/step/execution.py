@@ -37,8 +37,8 @@ from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.contract import (
     LOSS,
     METRICS,
-    DeviceMicroBatch,
-    InParts,
+    InChunks,
+    MicroBatchInputs,
     StageOutput,
     StepResult,
     random_states,
@@ -72,7 +72,7 @@ class StepExecution:
     `LiveMicroBatch`, which is dropped after the last action that names it; tensors on their way are in `sends`.
     """
 
-    def __init__(self, resources: RankResources, schedule: Schedule, load: Callable[[int], DeviceMicroBatch]):
+    def __init__(self, resources: RankResources, schedule: Schedule, load: Callable[[int], MicroBatchInputs]):
         self.resources, self.schedule, self.load = resources, schedule, load
         self.graph, self.checks, self.rank = resources.graph, resources.checks, resources.topology.rank
         self.device = resources.topology.platform.device
@@ -191,13 +191,13 @@ class StepExecution:
         module, given = self.schedule.module[action.module], self._module_input(action)
         activation = self._activation(action)
         goes_back = module.backward and (action.kind == "R" or not module.recomputes)
-        keeps = goes_back and not isinstance(given, InParts)
+        keeps = goes_back and not isinstance(given, InChunks)
         # A forward pass that runs again draws the same random numbers.
         again = contextlib.nullcontext() if action.kind == "F" else self._random_state(activation.random_state)
         activation.random_state = self._read_random_state() if action.kind == "F" and module.recomputes else None
         with torch.set_grad_enabled(keeps), again:
             inputs = self._inputs(action, goes_back=goes_back)
-            if isinstance(given, InParts):
+            if isinstance(given, InChunks):
                 outputs = self._forward_in_parts(action, given, inputs, goes_back=goes_back)
             else:
                 outputs = self._outputs(action, given, inputs)
@@ -219,13 +219,13 @@ class StepExecution:
         return inputs + self._rows_of_stage(action)
 
     def _forward_in_parts(
-        self, action: Action, given: InParts, inputs: Sequence[Any], *, goes_back: bool
+        self, action: Action, given: InChunks, inputs: Sequence[Any], *, goes_back: bool
     ) -> dict[str, Tensor] | None:
         """Run each part forward. Returns their outputs, joined; None if only the backward pass needs them."""
         state, outputs = self._read_random_state() if goes_back else None, None
         if action.kind == "F" or not self._is_last_stage(action):
             each = inputs_of_parts(self._model(action), given, next(iter(inputs), None))
-            calls = zip(given.parts, each, strict=True)
+            calls = zip(given.chunks, each, strict=True)
             outputs = joined_outputs([self._outputs(action, *call) for call in calls])
         if goes_back:
             self._activation(action, self._call(action)[-1]).in_parts = given, state
@@ -290,7 +290,7 @@ class StepExecution:
             self._activation(action, call[-1]).called = dict(outputs)
         first = 0
         for m in call:
-            boundaries = self._micro_batch(m).batch.boundaries
+            boundaries = self._micro_batch(m).batch.rows
             if plans := [plan for plan in map(boundaries.get, self._leaving(action)) if plan]:
                 rows = slice(first, first + plans[0].forward.held)
                 crossing = self._crossing_names(action)
@@ -382,14 +382,14 @@ class StepExecution:
             torch.autograd.backward([outputs[name] for name in names], [grads[name] for name in names])
 
     def _backward_in_parts(
-        self, action: Action, given: InParts, random_state: Any, grads: Mapping[str, Tensor | None]
+        self, action: Action, given: InChunks, random_state: Any, grads: Mapping[str, Tensor | None]
     ) -> None:
         """Run each part forward once more, and back. `grads`: of the concatenated outputs."""
         hidden = self._activation(action).hidden
         each, starts = inputs_of_parts(self._model(action), given, hidden), dict.fromkeys(grads, 0)
         with torch.enable_grad(), self._random_state(random_state):
-            for number, (part, inputs) in enumerate(zip(given.parts, each, strict=True), 1):
-                is_last = number == len(given.parts)
+            for number, (part, inputs) in enumerate(zip(given.chunks, each, strict=True), 1):
+                is_last = number == len(given.chunks)
                 self._before_run(action, more=not is_last)
                 outputs, own = self._outputs(action, part, inputs), dict(grads)
                 for name, grad in grads.items():
@@ -479,7 +479,7 @@ class StepExecution:
 
     def _start(self, action: Action) -> None:
         edge, micro_batch = action.edge, self._micro_batch(action.micro_batch)
-        plan, crossings = micro_batch.batch.boundaries.get(edge), micro_batch.crossings
+        plan, crossings = micro_batch.batch.rows.get(edge), micro_batch.crossings
         if plan is None or (action.kind, edge) in crossings:
             return
         communicator = self.resources.communicators[edge]
@@ -544,7 +544,7 @@ class StepExecution:
     def _require_result(self, action: Action, outputs: Mapping[str, Tensor]) -> None:
         """Check the shapes of rows that cross."""
         for edge in self._leaving(action):
-            plans = (self._micro_batch(m).batch.boundaries.get(edge) for m in self._call(action))
+            plans = (self._micro_batch(m).batch.rows.get(edge) for m in self._call(action))
             if not (rows := [plan.forward.held for plan in plans if plan is not None]):
                 continue
             expected = (sum(rows), self.graph.width_of(edge))

@@ -33,7 +33,7 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
 from megatron_hetero.layout.graph import Edge, Graph
 from megatron_hetero.schedule.actions import WorkKind
-from megatron_hetero.schedule.contract import LOSS, DeviceMicroBatch, InParts, ModuleOnRank
+from megatron_hetero.schedule.contract import LOSS, InChunks, MicroBatchInputs, ModuleOnRank
 from megatron_hetero.schedule.program import StageId
 from megatron_hetero.step.fully_sharded import ShardedStage
 from megatron_hetero.step.joint import JointOptimizer
@@ -83,7 +83,7 @@ class Activation:
     """State of the generators before a forward pass that will be recomputed."""
     called: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Outputs of a call of several micro-batches, with their graph, until its backward pass."""
-    in_parts: tuple[InParts, Any] | None = None
+    in_parts: tuple[InChunks, Any] | None = None
     """Input whose parts run again in the backward pass, and the random state before the first."""
     row_grads: dict[tuple[Edge, int], Tensor] = field(default_factory=dict[tuple[Edge, int], Tensor])
     """Gradients of rows that left, by edge and micro-batch, from `finish` to the backward pass."""
@@ -124,7 +124,7 @@ class ReceivedRows:
 class LiveMicroBatch:
     """A micro-batch on a rank, from its first action to its last."""
 
-    batch: DeviceMicroBatch
+    batch: MicroBatchInputs
     """The rank's part, on the device."""
     stages: defaultdict[StageId, Activation] = field(default_factory=partial(defaultdict, Activation))
     """What each stage on the rank stores."""
@@ -215,17 +215,17 @@ def require_frozen(module: str, stage: int, model: object, inputs: Sequence[Any]
 
 def hidden_shape(model: Any, batch: Any) -> Sequence[int]:
     """The shape of the hidden states that a stage receives."""
-    if not isinstance(batch, InParts):
+    if not isinstance(batch, InChunks):
         return model.hidden_shape(batch)
-    each = [model.hidden_shape(part) for part in batch.parts]
+    each = [model.hidden_shape(chunk) for chunk in batch.chunks]
     return [sum(shape[0] for shape in each), *each[0][1:]]
 
 
-def inputs_of_parts(model: Any, given: InParts, hidden: Tensor | None) -> list[list[Tensor]]:
+def inputs_of_parts(model: Any, given: InChunks, hidden: Tensor | None) -> list[list[Tensor]]:
     """The arguments of a stage's model beside each part: its hidden states, as leaves; none on the first stage."""
     if hidden is None:
-        return [[] for _ in given.parts]
-    lengths = [model.hidden_shape(part)[0] for part in given.parts]
+        return [[] for _ in given.chunks]
+    lengths = [model.hidden_shape(part)[0] for part in given.chunks]
     return [[each.detach().requires_grad_(hidden.requires_grad)] for each in hidden.split(lengths)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +21,7 @@ from megatron_hetero.groups.watchdog import Stopwatch, watched
 from megatron_hetero.layout.graph import Edge, Graph, as_edge
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.check import check_schedule
-from megatron_hetero.schedule.contract import DeviceMicroBatch, InParts, ModuleOnRank, StageModel, StepResult
+from megatron_hetero.schedule.contract import MicroBatchInputs, ModuleOnRank, StageModel, StepResult, chunks_of
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.step.execution import StepExecution
@@ -47,26 +47,8 @@ class Stage(nn.Module):
         return self.model(*inputs)
 
 
-@dataclass(frozen=True, eq=False)
-class MicroBatchInputs:
-    """This rank's part of a micro-batch.
-
-        MicroBatchInputs({"vision": pictures, "text": tokens}, {("vision", "text"): Rows(held, needed)})
-
-    `inputs`: what all models of each module of this rank are called with, by module. For a module that takes only rows
-    it may be anything, such as `()`. A module without an input, on all of its ranks alike, is not run. `rows`: by edge,
-    or by the two modules that it joins.
-    """
-
-    inputs: Mapping[str, Any]
-    rows: Mapping[Any, Rows] = field(default_factory=dict)
-    """Which rows this rank holds and needs, without edges of which it does neither; or the counts that they follow
-    from, as in `Boundary.plan`: `Rows(samples=8, rows_per_sample=9)` on all ranks of the edge.
-    """
-
-
 class Runner(RankResources):
-    """Runs steps of the graph of a topology from `build`. All ranks build one, and call it alike. `runner(inputs)`
+    """Runs steps of the graph of a topology from `build`. All ranks build and call it equally. `runner(inputs)`
     plans what crosses, and runs the schedule of its settings; `runner.run(schedule, load)` runs any with any plans.
 
     What models are called with and return is in docs/library.md, "Models".
@@ -109,14 +91,14 @@ class Runner(RankResources):
         if graph is None:
             raise UserError.at("Runner", problem="the topology has no graph", fix="build it with `build`")
         facts = {"check": str(check), "settings": str(settings), "forward_only": str(sorted(forward_only))}
-        require_equal(topology.host, "Runner", facts, "build it alike on all ranks")
-        own = {name: _on_rank(topology, name, each) for name, each in modules.items() if each is not None}
+        require_equal(topology.host, "Runner", facts, "build it equally on all ranks")
+        local = {name: _on_rank(topology, name, each) for name, each in modules.items() if each is not None}
 
         def require() -> str:
-            _require_placed(topology, own)
+            _require_placed(topology, local)
             _require_one_width(graph)
             if check:
-                _require_frozen(forward_only, own, optimizer)
+                _require_frozen(forward_only, local, optimizer)
             return uuid.uuid4().hex
 
         key, *_ = on_every(topology.host, require)
@@ -124,7 +106,7 @@ class Runner(RankResources):
         super().__init__(
             topology=topology,
             graph=graph,
-            modules=own,
+            modules=local,
             communicators=boundary_communicators(topology, widths, graph.dtype, transport=graph.transport, check=False),
             gathered=gathered_stages(optimizer.modules if optimizer else ()),
             optimizer=optimizer,
@@ -166,14 +148,14 @@ class Runner(RankResources):
         with torch.set_grad_enabled(not forward_only):
             plans = self._plans(micro_batches)
 
-        def load(m: int) -> DeviceMicroBatch:
+        def load(m: int) -> MicroBatchInputs:
             inputs = {name: given for name, given in micro_batches[m].inputs.items() if given is not None}
-            return DeviceMicroBatch(inputs, {edge: each[m] for edge, each in plans.items()})
+            return replace(micro_batches[m], inputs=inputs, rows={edge: each[m] for edge, each in plans.items()})
 
         return self.run(self.schedule(len(micro_batches), forward_only=forward_only), load)
 
     @watched
-    def run(self, schedule: Schedule, load: Callable[[int], DeviceMicroBatch]) -> StepResult:
+    def run(self, schedule: Schedule, load: Callable[[int], MicroBatchInputs]) -> StepResult:
         """Execute this rank's actions of a schedule. Gradients accumulate in the parameters.
 
         `schedule`: for the layouts and edges of the topology. `load`: moves a micro-batch, numbered from 0, to the
@@ -188,7 +170,7 @@ class Runner(RankResources):
         return StepExecution(self, schedule, load).run()
 
     def _checked_schedule(self, micro_batches: int, *, forward_only: bool = False) -> Schedule:
-        """The schedule of a step."""
+        """Return the checked schedule of a step."""
         layouts, edges = self.topology.layouts, self.graph.edges
         frozen = tuple(layouts) if forward_only else self._forward_only
         schedule = build_schedule(layouts, micro_batches, self._settings, forward_only=frozen, edges=edges)
@@ -196,7 +178,7 @@ class Runner(RankResources):
         return schedule
 
     def _plans(self, micro_batches: Sequence[MicroBatchInputs]) -> dict[Edge, list[LoadedPlan]]:
-        """The plans of all micro-batches, by edge. Raises `UserError` on all ranks if it does on those of an edge."""
+        """Return the plans of all micro-batches, by edge. Raises `UserError` on all ranks if any rank has a problem."""
         plans, problems, layouts = dict[Edge, list[LoadedPlan]](), list[UserError](), self.topology.layouts
         given = [{as_edge(ends, layouts): rows for ends, rows in each.rows.items()} for each in micro_batches]
         for edge, boundary in self._boundaries.items():
@@ -217,23 +199,23 @@ class Runner(RankResources):
 
     def _require_edges(self, schedule: Schedule) -> None:
         """Check that the edges of a schedule that include the rank are the topology's. Raises `UserError`."""
-        rank, of_topology = self.topology.rank, self.topology.boundaries
+        rank, boundaries = self.topology.rank, self.topology.boundaries
         mine = [edge for edge in schedule.edges if any(rank in side for side in schedule.sides(edge))]
-        if set(mine) != of_topology.keys():
-            names, own = (", ".join(sorted(f"`{edge}`" for edge in edges)) for edges in (mine, of_topology))
+        if set(mine) != boundaries.keys():
+            names, expected = (", ".join(sorted(f"`{edge}`" for edge in edges)) for edges in (mine, boundaries))
             found = f"a schedule with the edges {names}" if names else "a schedule with no edges"
-            because = f"the topology has {'these' if own else 'no edges'} on this rank"
+            because = f"the topology has {'these' if expected else 'no edges'} on this rank"
             fix = "give `build_schedule` the edges of the graph"
             where = f"Runner on rank {rank}"
-            raise UserError.at(where, found=found, expected=own or "none", because=because, fix=fix)
+            raise UserError.at(where, found=found, expected=expected or "none", because=because, fix=fix)
 
     def _with_input(self, name: str, micro_batches: Sequence[MicroBatchInputs]) -> str | None:
-        """The numbers of the micro-batches in which a module of this rank has an input."""
+        """Return the numbers of the micro-batches in which a module of this rank has an input."""
         if not self.topology.has(name):
             return None
-        given = {m: own for m, each in enumerate(micro_batches) if (own := each.inputs.get(name)) is not None}
-        parts = {m: len(each.parts) if isinstance(each, InParts) else 1 for m, each in given.items()}
-        return f"[{', '.join(f'{m}' if n == 1 else f'{m} in {n} parts' for m, n in parts.items())}]"
+        inputs = {m: each.inputs.get(name) for m, each in enumerate(micro_batches)}
+        chunks = {m: len(chunks_of(given)) for m, given in inputs.items() if given is not None}
+        return f"[{', '.join(f'{m}' if n == 1 else f'{m} in {n} chunks' for m, n in chunks.items())}]"
 
     def _require_known(self, micro_batches: Sequence[MicroBatchInputs], *, trains: bool) -> None:
         """Check that inputs belong to modules of this rank, and rows to edges of the graph, that modules with rows have
@@ -242,14 +224,14 @@ class Runner(RankResources):
         if trains and self.optimizer is not None:
             self.optimizer.require_unchanged()
             self.optimizer.require_unsummed()
-        own = [name for name in self.topology.layouts if self.topology.has(name)]
+        local = [name for name in self.topology.layouts if self.topology.has(name)]
 
         def refuse(what: str, **problem: str) -> None:
             raise UserError.at(f"Runner on rank {self.topology.rank}: {what}", **problem)
 
         for each in micro_batches:
-            if unknown := [name for name, given in each.inputs.items() if given is not None and name not in own]:
-                found, expected = f"an input of `{unknown[0]}`", one_of(own, "modules on this rank", "those of")
+            if unknown := [name for name, given in each.inputs.items() if given is not None and name not in local]:
+                found, expected = f"an input of `{unknown[0]}`", one_of(local, "modules on this rank", "those of")
                 refuse("inputs", found=found, expected=expected, fix="give the inputs of this rank's modules")
             for ends, rows in each.rows.items():
                 if (edge := as_edge(ends, self.topology.layouts)) not in self.graph.edges:
@@ -260,7 +242,7 @@ class Runner(RankResources):
                     refuse(f"rows of `{edge}`", found=found, expected="`Rows`", fix=fix)
                 rows = rows.counted(self.topology, edge)
                 for name, ids, what in ((edge.source, rows.held, "held"), (edge.target, rows.needed, "needed")):
-                    if _number_of(ids) and name in own and each.inputs.get(name) is None:
+                    if _number_of(ids) and name in local and each.inputs.get(name) is None:
                         found = f"none of `{name}`, and {_number_of(ids)} {what} rows of `{edge}`"
                         expected, because = "an input where there are rows", "a module without an input is not run"
                         fix = "give it one, such as `()` for a module that takes only rows"
@@ -268,12 +250,12 @@ class Runner(RankResources):
 
 
 def _number_of(ids: Any) -> int:
-    """The number of ids; 1 for what is no list, which `Boundary.plan` refuses."""
+    """Return the number of ids; 1 for a value that is no list, which `Boundary.plan` refuses."""
     return len(ids) if hasattr(ids, "__len__") and getattr(ids, "ndim", 1) else 1
 
 
 def _on_rank(topology: Topology, name: str, given: Any) -> ModuleOnRank:
-    """A module's stages on this rank."""
+    """Return the stages of a module on this rank, as `ModuleOnRank`."""
     if isinstance(given, ModuleOnRank):
         return given
     if isinstance(given, Mapping):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -18,20 +17,12 @@ import torch
 from megatron_hetero.base.errors import BadSample, SharedError
 from megatron_hetero.data.device import to_device
 from megatron_hetero.data.loader import StepBatch, StepLoader
-from megatron_hetero.data.packing import IGNORED, PackedBatch, bad_counts
+from megatron_hetero.data.packing import bad_counts
 from megatron_hetero.layout.names import TEXT
-from megatron_hetero.schedule.contract import DeviceMicroBatch
+from megatron_hetero.models.stages import TextInput
+from megatron_hetero.schedule.contract import MicroBatchInputs
 from megatron_hetero.train.metrics import EvaluationMetrics
 from megatron_hetero.train.run import Run
-
-
-def supervised_samples(pack: PackedBatch, tokens: np.ndarray) -> np.ndarray:
-    """Return the sample of the pack, from 0, of each supervised token among `tokens`, in their order: int64 [t].
-
-    `tokens`: int64 [n], positions in the pack.
-    """
-    supervised = tokens[pack.labels[tokens] != IGNORED]
-    return np.searchsorted(pack.cu_seqlens[1:], supervised, side="right")
 
 
 def answer_counts(samples: np.ndarray, hits: np.ndarray, number: int) -> np.ndarray:
@@ -64,12 +55,8 @@ class HeldOutEvaluation:
     @classmethod
     def build(cls, run: Run) -> HeldOutEvaluation:
         """Prepare the data sets that the run has opened, in batches of at most the training batch size."""
-        partitioner = replace(run.loader.partitioner, runs=partial(run.trainer.job.encoder_calls, evaluation=True))
-        loaders = {}
-        for name, samples in run.inputs.held_out.items():
-            dealing, what = run.loader.dealing.once(len(samples)), f"evaluation of {name}, batch"
-            loaders[name] = replace(run.loader, mixture=samples, dealing=dealing, partitioner=partitioner, what=what)
-        return cls(run, loaders)
+        held_out = run.inputs.held_out.items()
+        return cls(run, {name: run.loader.of_held_out(name, mixture) for name, mixture in held_out})
 
     def after(self, step: int) -> Iterator[EvaluationMetrics]:
         """Yield the metrics of each data set, if an evaluation is due after `step`, to ranks that all exhaust the
@@ -128,8 +115,8 @@ class HeldOutEvaluation:
         trainer, job = self.run.trainer, self.run.trainer.job
         hits: dict[int, torch.Tensor] = {}
 
-        def load(m: int) -> DeviceMicroBatch:
-            moved = to_device(batch.micro_batches[m], job, trainer.topology.platform, trains=False)
+        def load(m: int) -> MicroBatchInputs:
+            moved = to_device(batch.micro_batches[m], trainer.topology.platform.device)
             text = moved.inputs.get(TEXT)
             if text is None:
                 return moved
@@ -145,12 +132,9 @@ class HeldOutEvaluation:
         """
         counts = np.zeros((2, size), np.int64)
         for m, of_tokens in hits.items() if self.run.trainer.counts_loss else ():
-            micro_batch = batch.micro_batches[m]
-            pack, share = micro_batch.pack, micro_batch.share.text
-            assert pack is not None and share is not None, "a rank of the text module has a pack"
-            samples = supervised_samples(pack, share.tokens)
-            places = [number % size for number in micro_batch.samples]
-            counts[:, places] = answer_counts(samples, of_tokens.cpu().numpy(), len(places))
+            text: TextInput = batch.micro_batches[m].inputs[TEXT]
+            places = text.samples[text.supervised.numpy()] % size
+            counts += answer_counts(places, of_tokens.cpu().numpy(), size)
         return counts
 
 

@@ -53,9 +53,12 @@ _SAMPLES, _SAMPLE_BYTES = 8, 4096
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The inputs of a rank: weights by module, data, and on the first rank, which exports, the files exported with the
-    model, whose folders may be gone at the end. Held-out data sets too, so that their errors are reported before
-    training. `transposed`: see `StoredWeights.transposed`, of the language model. `source`: see `model_writer`.
+    """The inputs of a rank.
+
+    `weights`: by module. `mixture`: data to train on. `held_out`: opened too, so that errors are reported before
+    training. `companions`: on the first rank, which exports, the files that are exported with the model, whose folders
+    may be gone at the end. `transposed`: see `StoredWeights.transposed`, of the language model. `source`: see
+    `model_writer`.
     """
 
     weights: Mapping[str, StoredWeights]
@@ -85,16 +88,14 @@ class Inputs:
 
 
 def open_inputs(config: Config, platform: Platform, watchdog: Watchdog) -> tuple[JobSpec, Inputs]:
-    """Return the job and this rank's inputs, once all ranks have opened the same ones. Raises `UserError` on every
-    rank.
-    """
+    """Return the job and this rank's inputs, once all ranks have opened equal ones. Raises `UserError` on all ranks."""
     if platform.is_cuda:  # Before the first collective.
         with os_errors_as(partial(unwritable, config.log.dir)):
             prepare_traces(config.log.dir / "nccl")
     opened: list[tuple[JobSpec, Inputs]] = []
     files: dict[str, str] = {}
 
-    def open_own() -> str:
+    def open_here() -> str:
         try:
             job = JobSpec.of(config, dist.get_world_size())
             inputs = Inputs.open(job)
@@ -108,7 +109,7 @@ def open_inputs(config: Config, platform: Platform, watchdog: Watchdog) -> tuple
         with watchdog.working():
             settings = _settings_and_versions(config, platform)
         _require_same(settings)
-        problems = on_every(dist.group.WORLD, open_own, watchdog.working)
+        problems = on_every(dist.group.WORLD, open_here, watchdog.working)
         if problem := next(filter(None, problems), ""):
             ranks = [rank for rank, each in enumerate(problems) if each == problem]
             raise UserError(problem if len(ranks) == len(problems) else f"on rank {format_ranks(ranks)}: {problem}")
@@ -140,8 +141,8 @@ def _files(job: JobSpec, inputs: Inputs) -> Iterator[tuple[str, str]]:
     file cannot be read.
     """
     sources = ModelSources.recorded(yaml.safe_load(to_yaml(job.config)))
-    for setting, hashes_of_folder in hashes(sources).items():
-        for name, content in hashes_of_folder.items():
+    for setting, folder_hashes in hashes(sources).items():
+        for name, content in folder_hashes.items():
             yield f"{sources.folders[setting] / name} ({setting})", f"SHA-256 {content[:12]}"
     for path in dict.fromkeys(path for weights in inputs.weights.values() for path in weights.files):
         with os_errors_as(partial(_unreadable, path)):

@@ -138,7 +138,7 @@ def resume_run(trainer: Trainer, inputs: Inputs) -> tuple[Resumed, Writer, Saver
 def _unread(inputs: Inputs) -> list[str]:
     """Return lines about keys of records that are not read; none if a file cannot be read, which all ranks will see."""
     with suppress(UserError, OSError):
-        return sorted({data.unread for each in (inputs.mixture, *inputs.held_out.values()) for data, _ in each.parts})
+        return sorted({data.unread for each in (inputs.mixture, *inputs.held_out.values()) for data, _ in each.sampled})
     return []
 
 

@@ -23,7 +23,7 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.axes import EXPERTS
 from megatron_hetero.layout.names import TEXT
-from megatron_hetero.schedule.contract import StepResult
+from megatron_hetero.schedule.contract import StepResult, chunks_of
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.step.algorithms import learning_rate
 from megatron_hetero.step.execution import SUMS
@@ -99,7 +99,7 @@ class Trainer:
         self.optimizer.zero_grad()
         micro_batches = batch.micro_batches
         schedule = self.job.schedule_of(len(micro_batches))
-        return self.runner.run(schedule, lambda m: to_device(micro_batches[m], self.job, self.topology.platform))
+        return self.runner.run(schedule, lambda m: to_device(micro_batches[m], self.topology.platform.device))
 
     def _summed(self, result: StepResult) -> GradientSummary:
         with self.watched(SUMS):
@@ -182,18 +182,20 @@ class Trainer:
         """
         encoders, layers = self.job.shapes.encoders, self.job.shapes.text.architecture.layers_in(EXPERTS.name)
         schedule = self.job.schedule_of(len(batch.micro_batches))
-        shares = [micro_batch.share for micro_batch in batch.micro_batches]
-        texts = [share.text for share in shares if share.text is not None]
-        embedded = [(name, patches) for share in shares for name, patches in share.patches.items()]
-        parts = [part for share in shares for name in share.patches for part in share.encoders[name]]
+        inputs = [each for micro_batch in batch.micro_batches for each in micro_batch.inputs.items()]
+        texts = [text for name, text in inputs if name == TEXT]
+        chunks = [chunk for name, given in inputs if name in encoders for chunk in chunks_of(given)]
+        embedded = [chunk for chunk in chunks if chunk.patches is not None]
+        tokens = sum(text.positions.shape[1] for text in texts)
+        patch_padding = sum(chunk.padding for chunk in embedded)
         sums = result.metrics.get(TEXT, {}) if result is not None and self.counts_loss else {}
         return StepFigures(
             memory=float(self.topology.platform.peak_memory_bytes()),
             stopping=float(bool(stop)),
-            padding=float(sum(text.padded - len(text.tokens) for text in texts)),
-            tokens=float(sum(len(text.tokens) for text in texts)),
-            patch_padding=float(sum(part.padding for part in parts)),
-            patches=float(sum(patches.exchange.forward.needed * encoders[name].unit for name, patches in embedded)),
+            padding=float(sum(len(text.tokens) for text in texts) - tokens),
+            tokens=float(tokens),
+            patch_padding=float(patch_padding),
+            patches=float(sum(len(each.patches) for each in embedded) - patch_padding),
             balance=float(sums.get("balance_loss", 0.0)),
             loads=take_loads(self.optimizer.modules, self.topology, layers),
             runs={name: self._runs(schedule, name, laps.get(name, ())) for name in encoders},

@@ -31,7 +31,7 @@ from megatron_hetero.layout.axes import MAIN
 from megatron_hetero.models.layers import offload as activations
 from megatron_hetero.models.layers.dispatch import Dispatch
 from megatron_hetero.schedule import gathering
-from megatron_hetero.schedule.contract import InParts
+from megatron_hetero.schedule.contract import InChunks
 from megatron_hetero.step.buffers import Replicated
 from megatron_hetero.step.execution import StepExecution
 from megatron_hetero.train.trainer import Trainer
@@ -285,7 +285,7 @@ def test_an_estimate_is_what_a_step_takes(case: Case, folders: Folders) -> None:
         assert [p.name for p in found] == list(module.parameters)
         assert sum(p.elements for p in found) == sum(p.numel() for p in module.parameters.values())
     for boundary in estimate.boundaries:
-        plans = [m.share.boundaries[boundary.edge] for m in step.micro_batches if boundary.edge in m.share.boundaries]
+        plans = [m.rows[boundary.edge] for m in step.micro_batches if boundary.edge in m.rows]
         of_rank = boundary.ranks.tolist().index(rank) if rank in boundary.ranks else None
         for name in boundary.directions if of_rank is not None else ():
             directions = [d for d in (getattr(plan, name) for plan in plans) if d]
@@ -448,8 +448,8 @@ class _LiveActivations:
             for named in (activation.outputs, activation.called, activation.received, activation.row_grads):
                 yield from named.values()
             yield from (buffer for buffer, _ in activation.receives.values())
-            given, _ = activation.in_parts or (InParts(()), None)
-            yield from (part.patches for part in given.parts if part.patches is not None)
+            given, _ = activation.in_parts or (InChunks(()), None)
+            yield from (chunk.patches for chunk in given.chunks if chunk.patches is not None)
         for rows in chain.from_iterable(micro_batch.rows.values() for micro_batch in live):
             yield from (t for leaf in rows.leaves.values() for t in (leaf, leaf.grad) if t is not None)
         for crossing in chain.from_iterable(micro_batch.crossings.values() for micro_batch in live):

@@ -76,7 +76,7 @@ def graphs(flags: list[str]) -> tuple[list[int], int]:
     for step, batch, _ in run.batches():
         run.trainer.train_step(step, batch)
         made.append(counters["stats"]["unique_graphs"])
-        lengths |= {len(micro.pack.input_ids) for micro in batch.micro_batches if micro.pack is not None}
+        lengths |= {len(each.inputs["text"].tokens) for each in batch.micro_batches if "text" in each.inputs}
     return made, len(lengths)
 
 

@@ -288,10 +288,8 @@ def ids_on_device(flags: list[str]) -> list[bool]:
     run = runs.build(flags)
     _, batch, _ = next(iter(run.batches()))
     trainer = run.trainer
-    moved = [
-        to_device(batch.micro_batches[0], trainer.job, trainer.topology.platform, trains=trains).inputs
-        for trains in (True, False)
-    ]
+    evaluated = run.loader.of_held_out("", run.loader.mixture).load(1, map)
+    moved = [to_device(each.micro_batches[0], trainer.topology.platform.device).inputs for each in (batch, evaluated)]
     return [inputs[name].attention.ids is not None for inputs in moved for name in ("vision", "text")]
 
 

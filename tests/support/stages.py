@@ -17,6 +17,7 @@ from torch import Tensor
 from benchmarks.measuring.gradients import whole_gradient
 from megatron_hetero.config.modules import ModuleConfig
 from megatron_hetero.config.optimizers import optimizer_kind
+from megatron_hetero.data.device import encoder_input
 from megatron_hetero.data.encoder_shards import EncoderShards
 from megatron_hetero.data.token_shards import TokenShards
 from megatron_hetero.groups.local_group import LocalGroup
@@ -37,7 +38,7 @@ from megatron_hetero.models.layers.parts import Site
 from megatron_hetero.models.layers.recompute import How
 from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.stages import EncoderInput, TextInput, TextModel
+from megatron_hetero.models.stages import TextInput, TextModel
 from megatron_hetero.models.weights import prefix_of, stored_shapes
 from megatron_hetero.step import family_module
 from megatron_hetero.step.algorithms import SGD, AdamW, Algorithm
@@ -229,18 +230,18 @@ class Packs:
 
     def input(self, shards: TokenShards, rank: int) -> TextInput:
         """What `rank`, of the first stage, reads."""
-        share, replica = shards.share(rank), shards.layout.replica_of(rank)
+        share, replica = shards.shard(rank), shards.layout.replica_of(rank)
         seed, total = self.seeds[replica], sum(self.lengths[replica])
         tokens = self._random(seed, 0).integers(0, self.shapes.text.vocab, total)
         labels = self._random(seed, 1).integers(0, self.shapes.text.vocab, total)
         labels[self._random(seed, 2).random(total) < 0.5] = IGNORED
         positions = self._random(seed, 3).integers(0, 30, (3, total))
-        own = labels[share.tokens]
+        own = labels[share.positions]
         supervised = np.flatnonzero(own != IGNORED)
         full = PackedSegments.of_segments(share.segments, CPU, share.cp_lengths)
         return TextInput(
-            tokens=torch.from_numpy(np.pad(tokens[share.tokens], (0, share.padded - len(share.tokens)))),
-            positions=torch.from_numpy(positions[:, share.tokens].copy()),
+            tokens=torch.from_numpy(np.pad(tokens[share.positions], (0, share.padded - share.tokens))),
+            positions=torch.from_numpy(positions[:, share.positions].copy()),
             supervised=torch.from_numpy(supervised),
             targets=torch.from_numpy(own[supervised]),
             rows_at={ROWS: torch.from_numpy(share.rows_at["vision"])},
@@ -313,26 +314,14 @@ def vision(case: Case) -> dict[str, Any]:
     assigned = tuple(tuple(range(replica, len(GRIDS), layout.dp)) for replica in range(layout.dp))
     sharded = case.sequence_parallel and layout.tp > 1
     shards = EncoderShards(shape, layout.stage(0), sharded, GRIDS, assigned)
-    share, ids = (
-        shards.share(_peer_at_stage(layout, rank, 0)),
-        shards.ownership().held_by(_peer_at_stage(layout, rank, 0)),
-    )
+    first = _peer_at_stage(layout, rank, 0)
+    [share], ids = shards.shards(first), shards.ownership().held_by(first)
     units = sum(int(np.prod(grid)) for grid in GRIDS) // shape.unit
     random = torch.Generator().manual_seed(5)
     pixels = torch.randn(units, shape.unit * shape.patch_elements, generator=random)
     weights = torch.randn(units, shape.out_hidden, generator=random)
     own = torch.nn.functional.pad(pixels[ids].view(-1, shape.patch_elements), (0, 0, 0, share.padding))
-    batch = EncoderInput(
-        patches=own if module.chunks[0].stage.is_first else None,
-        positions=torch.from_numpy(share.positions),
-        attention=AttentionParams(
-            full=PackedSegments.of_segments(share.segments, CPU, share.cp_lengths),
-            sp_lengths=share.sp_lengths,
-            cp_lengths=share.cp_lengths,
-            windows=PackedSegments.of(share.windows, CPU),
-        ),
-        padding=share.padding,
-    )
+    batch = encoder_input(share, own if module.chunks[0].stage.is_first else None)
     passes = Passes(module, layout, batch, lambda _: ())
     out = passes.forward()
     last = module.chunks[-1].stage.is_last

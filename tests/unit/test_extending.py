@@ -32,6 +32,35 @@ def test_names_are_in_the_files_that_are_named(span: str) -> None:
         assert any(_name(inner) == member for node in found for inner in ast.walk(node))
 
 
+WAY = re.findall(r"^\| \d+ \| `(\w+)` \| `([^`]+)` \| ([^|]+) \|", TEXT, re.MULTILINE)
+"""Type, file and makers of each row of the table of "From file to device"."""
+MORE = ("dealing", "device", "encoder_shards", "token_ids")
+"""Files of `data/` on the way whose values have no row."""
+
+
+def test_at_most_eight_types_lead_from_file_to_device() -> None:
+    assert 1 < len(WAY) <= 8
+    for name, file, makers in WAY:
+        assert name in map(_name, _defined(ROOT / file)), f"{name} is not in {file}"
+        functions = re.findall(r"`([\w.]+)`", makers)
+        assert functions, f"nothing makes {name}"
+
+
+def test_no_type_on_the_way_is_left_out() -> None:
+    """Values that the files of the table define have a row, or are named below it as what they contain or compute."""
+    [section] = re.findall(r"^## From file to device\n(.*?)^## ", TEXT, re.MULTILINE | re.DOTALL)
+    named = set(re.findall(r"`(\w+)`", section))
+    files = {ROOT / file for _, file, _ in WAY} | {ROOT / f"megatron_hetero/data/{name}.py" for name in MORE}
+    values = [node for file in files for node in _defined(file) if isinstance(node, ast.ClassDef) and _is_value(node)]
+    assert not sorted(node.name for node in values if node.name not in named)
+
+
+def _is_value(node: ast.ClassDef) -> bool:
+    """Whether a class is public and a dataclass or named tuple."""
+    marks = [ast.unparse(each) for each in (*node.decorator_list, *node.bases)]
+    return not node.name.startswith("_") and any("dataclass" in mark or mark == "NamedTuple" for mark in marks)
+
+
 def _defined(file: Path) -> list[ast.stmt]:
     return ast.parse(file.read_text(encoding="utf-8")).body
 

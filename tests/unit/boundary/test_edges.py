@@ -22,16 +22,16 @@ from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import BoundaryPlan, plan_boundary
 from megatron_hetero.data.balance import assign_in_order
-from megatron_hetero.data.dealing import PackShape
 from megatron_hetero.data.encoder_shards import EncoderShards
-from megatron_hetero.data.partition import MicroBatchShare, StepPartitioner
+from megatron_hetero.data.packing import PackMetadata
+from megatron_hetero.data.partition import StepPartitioner
 from megatron_hetero.data.token_shards import TokenShards
 from megatron_hetero.groups.platform import CPU
 from megatron_hetero.layout.communicators import GroupNeeds
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.names import ROWS
 from megatron_hetero.schedule.builders import build_schedule
-from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank
+from megatron_hetero.schedule.contract import MicroBatchInputs, ModuleOnRank
 from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.support.matrix import thinned
 from tests.support.pool import platform
@@ -41,7 +41,7 @@ from tests.unit.boundary.cases import random_ownership
 from tests.unit.boundary.checks import Values, check_everything, inner_product
 from tests.unit.boundary.rank_view import Spy
 from tests.unit.boundary.simulation import Boundary, SimulatedDirection
-from tests.unit.data.packs import BATCHES, SHAPE, needed_rows, random_packs
+from tests.unit.data.packs import BATCHES, SHAPE, Planned, needed_rows, planned, random_packs
 
 WIDTH, ITEM = 3, 8
 """Elements of a row of one output, and bytes of an element."""
@@ -171,10 +171,10 @@ def crossed(graph: Graph) -> tuple[float, Arrays, dict[str, int]]:
     runner = Runner(topology, held, timeout_s=0)
     schedule = build_schedule(layouts, graph.micro_batches, graph.settings, text="decoder", edges=edges)
 
-    def load(m: int) -> DeviceMicroBatch:
+    def load(m: int) -> MicroBatchInputs:
         plans = MicroBatch(graph, m).plans.items()
         mine = {e: load_plan(plan.rank(rank), CPU) for e, plan in plans if rank in plan.ranks}
-        return DeviceMicroBatch({name: torch.tensor(m) for name in layouts}, mine)
+        return MicroBatchInputs({name: torch.tensor(m) for name in layouts}, mine)
 
     spy = Spy()
     with spy.watching():
@@ -314,10 +314,10 @@ def test_each_edge_has_the_minimum_of_its_ownerships(
     partitioners = [
         StepPartitioner({"vision": SHAPE}, layouts, sequence_parallel, r, 24, EDGES, "off") for r in range(8)
     ]
-    plans = [partitioner.step_shares([packs])[0] for partitioner in partitioners]
-    grids = [grid for pack in packs for grid in pack.pieces[0].sizes]
+    plans = [planned(partitioner, packs) for partitioner in partitioners]
+    grids = [grid for pack in packs for grid in pack.sizes[0]]
     if not grids:
-        assert not any(plan.boundaries for plan in plans)
+        assert not any(plan.rows for plan in plans)
         return
     before = after = 0
     for number, edge in enumerate(EDGES):
@@ -334,24 +334,24 @@ def test_each_edge_has_the_minimum_of_its_ownerships(
     assert after == before
 
 
-def _expected(edge: Edge, layouts: dict[str, Layout], sharded: dict[str, bool], packs: list[PackShape]) -> Boundary:
-    grids = tuple(grid for pack in packs for grid in pack.pieces[0].sizes)
+def _expected(edge: Edge, layouts: dict[str, Layout], sharded: dict[str, bool], packs: list[PackMetadata]) -> Boundary:
+    grids = tuple(grid for pack in packs for grid in pack.sizes[0])
     vision, text = layouts["vision"], layouts["text"]
     assigned = tuple(map(tuple, assign_in_order(len(grids), vision.dp)))
     at_source, at_target = edge.source_coordinate(vision), edge.target_coordinate(text)
     source = EncoderShards(SHAPE, vision.stage(at_source), sharded["vision"], grids, assigned)
-    places = {"vision": tuple(pack.pieces[0].positions for pack in packs)}
+    places = {"vision": tuple(pack.positions(0) for pack in packs)}
     lengths = tuple(pack.lengths for pack in packs)
     target = TokenShards(text.stage(at_target), sharded["text"], lengths, places)
     return Boundary.of(source.ownership(), target.ownership("vision"))
 
 
-def _check_parts(edge: Edge, boundary: Boundary, plans: list[MicroBatchShare]) -> None:
+def _check_parts(edge: Edge, boundary: Boundary, plans: list[Planned]) -> None:
     """The ranks on either side of an edge, and no others, have its plan."""
-    having = [rank for rank, plan in enumerate(plans) if edge in plan.boundaries]
+    having = [rank for rank, plan in enumerate(plans) if edge in plan.rows]
     assert having == sorted(boundary.plan.ranks)
     for rank, expected in zip(boundary.plan.ranks, boundary.parts, strict=True):
-        part = plans[rank].boundaries[edge]
+        part = plans[rank].rows[edge]
         assert part.backward is not None and expected.backward is not None
         assert (part.rank, part.ranks) == (rank, boundary.plan.ranks)
         for found, wanted in ((part.forward, expected.forward), (part.backward, expected.backward)):
@@ -360,10 +360,10 @@ def _check_parts(edge: Edge, boundary: Boundary, plans: list[MicroBatchShare]) -
         assert received_rows(part.forward) == len(least)
 
 
-def _inner_products(edge: Edge, boundary: Boundary, plans: list[MicroBatchShare], seed: int) -> tuple[int, int]:
+def _inner_products(edge: Edge, boundary: Boundary, plans: list[Planned], seed: int) -> tuple[int, int]:
     """⟨A x, c⟩ and ⟨x, Aᵀ c⟩ of the parts that the ranks have planned, whose rows arrive where they belong."""
     source, destination, ranks = boundary.plan.source, boundary.plan.destination, boundary.plan.ranks
-    parts = [plans[rank].boundaries[edge] for rank in ranks]
+    parts = [plans[rank].rows[edge] for rank in ranks]
     forward = SimulatedDirection(ranks, [part.forward for part in parts])
     backward = SimulatedDirection(ranks, [part.backward for part in parts if part.backward is not None])
     values = Values(boundary, seed)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch.distributed as dist
 
-from megatron_hetero.data.dealing import PackShape, Pieces
-from megatron_hetero.data.partition import CallRuns, MicroBatchShare, StepPartitioner
-from megatron_hetero.data.token_shards import TokenShare
+from megatron_hetero.boundary.plan import RankPlan
+from megatron_hetero.data.packing import PackMetadata
+from megatron_hetero.data.partition import CallRuns, EncoderCall, StepPartitioner
+from megatron_hetero.data.token_shards import SequenceShard
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.names import ROWS, TEXT
@@ -27,7 +29,7 @@ Sharded = Mapping[str, bool]
 """For "vision" and "text", whether activations are sharded over tp."""
 
 
-def random_packs(batch: str, text: Layout, seed: int) -> list[PackShape]:
+def random_packs(batch: str, text: Layout, seed: int) -> list[PackMetadata]:
     """A micro-batch: one pack per replica of `text`. `batch`: one of `BATCHES`."""
     rng = np.random.default_rng([seed, BATCHES.index(batch)])
     return [_pack(_samples(batch, replica, text.dp, rng), rng, batch) for replica in range(text.dp)]
@@ -49,7 +51,7 @@ def _samples(batch: str, replica: int, replicas: int, rng: np.random.Generator) 
     return [grids[:cut], [], grids[cut:]]
 
 
-def _pack(samples: list[list[ImageSize]], rng: np.random.Generator, batch: str) -> PackShape:
+def _pack(samples: list[list[ImageSize]], rng: np.random.Generator, batch: str) -> PackMetadata:
     """Images between stretches of text (none in an "even" batch), many of them of one token."""
     text = (lambda: 0) if batch == "even" else (lambda: int(rng.choice([1, 1, 2, 7])))
     positions, lengths, at = [np.zeros(0, np.int64)], [], 0
@@ -64,7 +66,7 @@ def _pack(samples: list[list[ImageSize]], rng: np.random.Generator, batch: str) 
         lengths.append(at - start)
     joined = np.concatenate(positions).astype(np.int64)
     grids = tuple(grid for grids in samples for grid in grids)
-    return PackShape(tuple(lengths), (Pieces(grids, joined.tobytes()),))
+    return PackMetadata(tuple(lengths), (grids,), (joined.tobytes(),))
 
 
 def partitioner(
@@ -78,45 +80,66 @@ def partitioner(
     return StepPartitioner({"vision": SHAPE}, layouts, sharded, rank, 24, EDGES, balance, runs)
 
 
-def share_of(partitioner: StepPartitioner, packs: list[PackShape], turn: int = 0) -> MicroBatchShare:
-    """The share in micro-batch number `turn` of a step of equal ones."""
-    return partitioner.step_shares([packs] * (turn + 1))[turn]
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """What one rank does in a micro-batch: the shard of the text module, the call of vision that begins with it, and
+    the rows that cross.
+    """
+
+    text: SequenceShard | None
+    vision: EncoderCall | None
+    rows: Mapping[Edge, RankPlan]
 
 
-def first_rows(packs: list[PackShape]) -> list[int]:
+def step_of(partitioner: StepPartitioner, packs: Sequence[Sequence[PackMetadata]]) -> list[Planned]:
+    """What the rank does in each micro-batch of a step."""
+    rounds = [tuple(each) for each in packs]
+    calls = partitioner.encoder_calls(rounds)
+    first = {call.micro_batches.start: call for call in calls}
+    rows = {m: plans for call in calls for m, plans in zip(call.micro_batches, call.rows, strict=True)}
+    return [Planned(partitioner.text_shard(each), first.get(m), rows.get(m, {})) for m, each in enumerate(rounds)]
+
+
+def planned(partitioner: StepPartitioner, packs: Sequence[PackMetadata], turn: int = 0) -> Planned:
+    """What the rank does in micro-batch number `turn` of a step of equal ones."""
+    return step_of(partitioner, [packs] * (turn + 1))[turn]
+
+
+def first_rows(packs: list[PackMetadata]) -> list[int]:
     """Where the rows of each pack begin, and the end."""
-    return np.cumsum([0, *(len(pack.pieces[0].positions) for pack in packs)]).tolist()
+    return np.cumsum([0, *(len(pack.positions(0)) for pack in packs)]).tolist()
 
 
-def images_of(packs: list[PackShape]) -> list[ImageSize]:
+def images_of(packs: list[PackMetadata]) -> list[ImageSize]:
     """The sizes of all images, in turn."""
-    sizes: list[Any] = [size for pack in packs for size in pack.pieces[0].sizes]
+    sizes: list[Any] = [size for pack in packs for size in pack.sizes[0]]
     return sizes
 
 
-def first_rows_of_images(packs: list[PackShape]) -> list[int]:
+def first_rows_of_images(packs: list[PackMetadata]) -> list[int]:
     """Where the rows of each image begin, and the end."""
     return np.cumsum([0, *(SHAPE.rows(image) for image in images_of(packs))]).tolist()
 
 
-def decoded_units(plan: MicroBatchShare, packs: list[PackShape]) -> np.ndarray:
+def decoded_units(plan: Planned, packs: list[PackMetadata]) -> np.ndarray:
     """The global rows of the units that a rank decodes, in order: image by image."""
     first = first_rows_of_images(packs)
-    images = plan.patches["vision"].decodes if plan.patches else ()
+    images = plan.vision.decodes if plan.vision else ()
     return np.concatenate([np.zeros(0, np.int64), *(np.arange(first[i], first[i + 1]) for i in images)])
 
 
-def needed_rows(share: TokenShare, packs: list[PackShape], layout: Layout, sharded: bool, rank: int) -> np.ndarray:
+def needed_rows(
+    shard: SequenceShard, packs: list[PackMetadata], layout: Layout, sharded: bool, rank: int
+) -> np.ndarray:
     """The global rows that belong at `rows_at`, from the tokens that the rank embeds."""
     at = layout.coordinate(rank)
     rows = range(*first_rows(packs)[at.dp : at.dp + 2])
-    row_at = dict(zip(packs[at.dp].pieces[0].positions.tolist(), rows, strict=True))
-    length = share.padded // layout.tp if sharded else share.padded
-    start = length * at.tp if sharded else 0
-    embedded = share.tokens[start : start + length].tolist()
+    row_at = dict(zip(packs[at.dp].positions(0).tolist(), rows, strict=True))
+    start = shard.local * at.tp if sharded else 0
+    embedded = shard.positions[start : start + shard.local].tolist()
     found = {place: row_at[token] for place, token in enumerate(embedded) if token in row_at}
-    assert sorted(share.rows_at["vision"].tolist()) == list(found), "rows are put elsewhere than at image tokens"
-    return np.array([found[place] for place in share.rows_at["vision"].tolist()], np.int64)
+    assert sorted(shard.rows_at["vision"].tolist()) == list(found), "rows are put elsewhere than at image tokens"
+    return np.array([found[place] for place in shard.rows_at["vision"].tolist()], np.int64)
 
 
 def by_rank(value: Any) -> list[Any]:

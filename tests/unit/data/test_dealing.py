@@ -18,11 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.data.dealing import ByBudget, PackMetadata, PackShape, Pieces, PieceSource
-from megatron_hetero.data.packing import TokenizedSample
+from megatron_hetero.data.dealing import ByBudget
+from megatron_hetero.data.loader import StepBatch
+from megatron_hetero.data.packing import PackMetadata, TokenizedSample
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Record
 from megatron_hetero.job.job import Budget
+from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.items.pictures import ImageSize
 from tests.support.folders import write_data
 from tests.support.matrix import thinned
@@ -37,9 +39,7 @@ ENCODERS = {"vision": SHAPE}
 def sample(text: int, units: int) -> PackMetadata:
     """A sample of so many tokens of text after the rows of a picture, if it has any."""
     sizes = (ImageSize(1, 2, 2 * units),) if units else ()
-    images = Pieces(sizes, np.arange(units).tobytes())
-    sources = tuple(PieceSource(0, k, 0) for k in range(len(sizes)))
-    return PackMetadata(PackShape((units + text,), (images,)), (sources,), text // 2)
+    return PackMetadata((units + text,), (sizes,), (np.arange(units).tobytes(),), text // 2)
 
 
 samples = st.lists(st.builds(sample, st.integers(1, 30), st.integers(0, 20)), max_size=24)
@@ -99,6 +99,12 @@ def case(request: pytest.FixtureRequest, make_flags: MakeFlags, tmp_path: Path) 
     return Case(ranks, by_budget, make_flags(vision, text, more, data))
 
 
+def samples_of(batch: StepBatch) -> tuple[int, ...]:
+    """The numbers of the samples that this rank reads."""
+    texts = [micro_batch.inputs[TEXT] for micro_batch in batch.micro_batches if TEXT in micro_batch.inputs]
+    return tuple(n for text in texts for n in np.unique(text.samples).tolist())
+
+
 @pytest.mark.parametrize(
     "case", thinned([(("sp:2@0-1", "tp:2@1-2", 3),), (("sp:4", "tp:2,dp:2", 4),)], 2), ids=str, indirect=True
 )
@@ -112,8 +118,7 @@ def test_ranks_agree_and_losses_are_those_of_single_samples(case: Case) -> None:
         extra: dict[str, Any] = dict(metrics.extra)
         extras.append(extra["micro_batches"])
         lengths.append(np.array(batch.sample_lengths))
-        of_replicas = {tuple(n for m in batch.micro_batches for n in m.samples)}
-        of_replicas = set[tuple[int, ...]]().union(*by_rank(of_replicas)) - {()}
+        of_replicas = set[tuple[int, ...]](by_rank(samples_of(batch))) - {()}
         assert sorted(n for numbers in of_replicas for n in numbers) == list(range(6 * step - 6, 6 * step))
         packs = extra["micro_batches"] * len(of_replicas)
         assert extra["budget_share"] == lengths[-1].sum() / (200 * packs) <= 1
@@ -145,7 +150,7 @@ def test_skipped_samples_are_not_dealt(with_long: list[str]) -> None:
     skipped, numbers = [], []
     for step, batch, _ in run.batches():
         skipped.append(run.trainer.train_step(step, batch).skipped_samples)
-        numbers = sorted(n for of_rank in by_rank([m.samples for m in batch.micro_batches]) for m in of_rank for n in m)
+        numbers = sorted(n for of_rank in by_rank(samples_of(batch)) for n in of_rank)
     assert skipped == [4, 2] and numbers == [5, 7]
 
 

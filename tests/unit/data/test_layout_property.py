@@ -13,9 +13,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.data.dealing import PackShape
 from megatron_hetero.data.encoder_shards import EncoderShards
-from megatron_hetero.data.token_shards import TokenShards, TokenShare
+from megatron_hetero.data.packing import PackMetadata
+from megatron_hetero.data.token_shards import SequenceShard, TokenShards
 from megatron_hetero.layout.axes import divisors, problem_of
 from megatron_hetero.layout.layout import Layout, ModuleShape
 from tests.unit.boundary.cases import PLACEMENTS, Placement
@@ -44,20 +44,20 @@ class Case:
     limit: int | None
 
     @cached_property
-    def packs(self) -> list[PackShape]:
+    def packs(self) -> list[PackMetadata]:
         return random_packs(self.batch, self.text, self.seed)
 
     @cached_property
     def shards(self) -> EncoderShards:
         """Images are assigned at random: who encodes what is free."""
-        grids = tuple(grid for pack in self.packs for grid in pack.pieces[0].sizes)
+        grids = tuple(grid for pack in self.packs for grid in pack.sizes[0])
         replica = np.random.default_rng(self.seed).integers(self.vision.dp, size=len(grids))
         assigned = tuple(tuple(np.flatnonzero(replica == i).tolist()) for i in range(self.vision.dp))
         return EncoderShards(SHAPE, self.vision, self.sharded[0], grids, assigned, self.limit)
 
     @cached_property
     def tokens(self) -> TokenShards:
-        places = {"vision": tuple(pack.pieces[0].positions for pack in self.packs)}
+        places = {"vision": tuple(pack.positions(0) for pack in self.packs)}
         return TokenShards(self.text, self.sharded[1], tuple(pack.lengths for pack in self.packs), places)
 
     @cached_property
@@ -129,10 +129,10 @@ def check_parts(case: Case) -> None:
     shards, images = case.shards, images_of(case.packs)
     most = np.inf if case.limit is None else case.limit * case.vision.sp * case.vision.cp
     for replica, pieces in enumerate(shards.assigned):
-        parts = [part.assigned[replica] for part in shards.parts]
+        parts = [part.assigned[replica] for part in shards.chunks]
         assert tuple(chain.from_iterable(parts)) == pieces
         assert all(len(part) == 1 or sum(SHAPE.rows(images[i]) * SHAPE.unit for i in part) <= most for part in parts)
-    assert len(shards.parts) == 1 or all(any(part.assigned) for part in shards.parts)
+    assert len(shards.chunks) == 1 or all(any(part.assigned) for part in shards.chunks)
 
 
 def check_shard(case: Case, rank: int) -> None:
@@ -140,14 +140,17 @@ def check_shard(case: Case, rank: int) -> None:
     padding.
     """
     peers = case.vision.group_of(rank, "tp")
-    every = zip(*(case.shards.shares(peer) for peer in peers), strict=True)
+    every = zip(*(case.shards.shards(peer) for peer in peers), strict=True)
     held = [iter(case.boundary.plan.source.held_by(peer)) for peer in peers]
     for shares in every:
-        own = [list(islice(rows, share.embedded // SHAPE.unit)) for rows, share in zip(held, shares, strict=True)]
+        own = [
+            list(islice(rows, (share.local - share.padding) // SHAPE.unit))
+            for rows, share in zip(held, shares, strict=True)
+        ]
         units = np.concatenate(own if case.sharded[0] else own[:1]).astype(np.int64)
         np.testing.assert_array_equal(shares[0].positions, raster_positions(case, units))
         lengths = {len(rows) * SHAPE.unit + share.padding for rows, share in zip(own, shares, strict=True)}
-        assert len(lengths) == 1 and {share.embedded + share.padding for share in shares} == lengths
+        assert len(lengths) == 1 and {share.local for share in shares} == lengths
     assert not any(map(list, held))
 
 
@@ -170,7 +173,7 @@ def check_places(case: Case) -> None:
     rows_of = dict(zip(boundary.plan.ranks, arrived, strict=True))
     row_at = tokens_of_rows(case.packs)
     for rank in case.text.ranks:
-        share = case.tokens.share(rank)
+        share = case.tokens.shard(rank)
         expected = row_at[case.text.coordinate(rank).dp][embedded(case, share, rank)]
         found = np.full(len(expected), -1)
         found[share.rows_at["vision"]] = rows_of[rank]
@@ -179,17 +182,16 @@ def check_places(case: Case) -> None:
     assert all(not len(rows_of[rank]) for rank in boundary.plan.ranks if rank not in case.text)
 
 
-def tokens_of_rows(packs: list[PackShape]) -> list[np.ndarray]:
+def tokens_of_rows(packs: list[PackMetadata]) -> list[np.ndarray]:
     """For each token of each pack the row that belongs there, -1 where it is text."""
     found = [np.full(sum(pack.lengths), -1) for pack in packs]
     for tokens, pack, first in zip(found, packs, first_rows(packs), strict=False):
-        tokens[pack.pieces[0].positions] = first + np.arange(len(pack.pieces[0].positions))
+        tokens[pack.positions(0)] = first + np.arange(len(pack.positions(0)))
     return found
 
 
-def embedded(case: Case, share: TokenShare, rank: int) -> np.ndarray:
+def embedded(case: Case, share: SequenceShard, rank: int) -> np.ndarray:
     """The tokens that `rank` embeds."""
     if not case.sharded[1]:
-        return share.tokens
-    length = share.padded // case.text.tp
-    return share.tokens[length * case.text.coordinate(rank).tp :][:length]
+        return share.positions
+    return share.positions[share.local * case.text.coordinate(rank).tp :][: share.local]

@@ -10,11 +10,11 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.job.job import BatchShape
 from megatron_hetero.models.items.types import Item
+from megatron_hetero.schedule.contract import MicroBatchInputs, chunks_of
 from tests.support import runs as jobs
 from tests.support.folders import write_data
 from tests.support.items import IMAGE
@@ -87,13 +87,14 @@ def test_ranks_without_images_decode_none(one_image: list[str]) -> None:
 def batches(flags: list[str]) -> list[list[tuple[list[int], bytes, int]]]:
     """Tokens, patches and supervised tokens of every micro-batch of every step."""
     return [
-        [(m.pack.input_ids.tolist(), _bytes(m.patches), b.supervised) for m in b.micro_batches if m.pack is not None]
+        [(m.inputs["text"].tokens.tolist(), _bytes(m), b.supervised) for m in b.micro_batches if "text" in m.inputs]
         for _, b, _ in build(flags).batches()
     ]
 
 
-def _bytes(patches: dict[str, torch.Tensor] | Any) -> bytes:
-    return b"".join(part.numpy().tobytes() for parts in patches.values() for part in parts)
+def _bytes(micro_batch: MicroBatchInputs) -> bytes:
+    chunks = chunks_of(micro_batch.inputs["vision"]) if "vision" in micro_batch.inputs else []
+    return b"".join(chunk.patches.numpy().tobytes() for chunk in chunks)
 
 
 WORKERS = "--data.workers 2"

@@ -7,15 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.data.packing import PackedBatch, SampleLimits, TokenizedSample, pack
+from megatron_hetero.data.device import PADDING_TOKEN, text_input
+from megatron_hetero.data.packing import IGNORED, PackMetadata, SampleLimits, TokenizedSample
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Record
+from megatron_hetero.data.token_shards import TokenShards
+from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.items.pictures import ImageSize, rope_positions
 from megatron_hetero.models.items.types import Block
+from megatron_hetero.models.stages import TextInput
 from tests.support.items import IMAGE as PICTURES
 from tests.support.items import pictures
 
@@ -45,47 +50,57 @@ def samples(draw: st.DrawFn) -> TokenizedSample:
     return TokenizedSample(input_ids, supervised, tuple(sizes), pieces, positions, at, rows, record)
 
 
-def stretches(batch: PackedBatch) -> list[slice]:
-    return [slice(a, b) for a, b in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)]
+def packed(parts: list[TokenizedSample]) -> TextInput:
+    """The input of the only rank of the text module, samples being numbered from 10."""
+    shards = TokenShards(Layout.parse("dp:1", 1), False, (tuple(map(len, parts)),), {})
+    return text_input({10 + i: part for i, part in enumerate(parts)}, shards.shard(0), {})
+
+
+def labels_of(batch: TextInput) -> np.ndarray:
+    labels = np.full(batch.positions.shape[1], IGNORED)
+    labels[batch.supervised.numpy()] = batch.targets.numpy()
+    return labels
 
 
 @given(st.lists(samples(), min_size=1, max_size=4))
 def test_packs_hold_every_sample_unchanged(parts: list[TokenizedSample]) -> None:
-    batch = pack(parts)
-    size = len(batch.input_ids)
-    assert size == sum(map(len, parts)) == batch.cu_seqlens[-1] and batch.cu_seqlens[0] == 0
-    assert batch.position_ids.shape == (3, size) and batch.labels.shape == (size,)
-    assert batch.supervised_tokens == sum(int(part.supervised.sum()) for part in parts)
-    for stretch, part in zip(stretches(batch), parts, strict=True):
-        np.testing.assert_array_equal(batch.input_ids[stretch], part.input_ids)
-        np.testing.assert_array_equal(batch.position_ids[:, stretch], part.position_ids)
+    batch, start = packed(parts), 0
+    assert len(batch.tokens) == sum(map(len, parts)) and batch.positions.shape == (3, len(batch.tokens))
+    assert len(batch.targets) == sum(int(part.supervised.sum()) for part in parts)
+    assert batch.attention.lengths == tuple(map(len, parts))
+    for number, part in enumerate(parts):
+        stretch = slice(start, start := start + len(part))
+        np.testing.assert_array_equal(batch.tokens[stretch], part.input_ids)
+        np.testing.assert_array_equal(batch.positions[:, stretch], part.position_ids)
         expected = [*np.where(part.supervised, part.input_ids, -100)[1:], -100]
-        assert batch.labels[stretch].tolist() == expected
-    for array in (batch.input_ids, batch.labels, batch.position_ids, batch.cu_seqlens):
-        assert array.dtype == np.int64
+        assert labels_of(batch)[stretch].tolist() == part.labels.tolist() == expected
+        assert (batch.samples[stretch] == 10 + number).all()
+    for tensor in (batch.tokens, batch.positions, batch.supervised, batch.targets):
+        assert tensor.dtype == torch.int64
 
 
 def test_packs_of_real_samples(processor: Processor, make_record: MakeRecord, pictures: Path) -> None:
     with_image = make_record("<image>What?", "A disc.", images=["200x140.png"], folder=pictures)
     text_only = make_record("Hello?", "Hello.", "Sure?", "Yes.")
     parts = [processor.tokenize(record) for record in (with_image, text_only)]
-    batch = pack(parts)
-    trained = processor.tokenizer.decode(batch.labels[batch.labels >= 0])
-    assert trained == "A disc.<|im_end|>Hello.<|im_end|>Yes.<|im_end|>"
-    assert (batch.labels != processor.readers[PICTURES].token_id).all()
+    targets = packed(parts).targets
+    assert processor.tokenizer.decode(targets) == "A disc.<|im_end|>Hello.<|im_end|>Yes.<|im_end|>"
+    assert (targets != processor.readers[PICTURES].token_id).all()
 
 
-def test_a_pack_without_images_has_empty_arrays(processor: Processor, make_record: MakeRecord) -> None:
-    batch = pack([processor.tokenize(make_record("Hello?", ""))])
-    assert batch.supervised_tokens == 1
+def test_an_empty_answer_is_its_end(processor: Processor, make_record: MakeRecord) -> None:
+    sample = processor.tokenize(make_record("Hello?", ""))
+    assert len(packed([sample]).targets) == PackMetadata.of_sample(0, sample, []).supervised == 1
 
 
 def test_a_pack_may_be_empty() -> None:
-    batch = pack([])
-    assert batch.input_ids.shape == batch.labels.shape == (0,) and batch.position_ids.shape == (3, 0)
-    assert batch.cu_seqlens.tolist() == [0] and batch.supervised_tokens == 0
-    for array in (batch.input_ids, batch.labels, batch.position_ids, batch.cu_seqlens):
-        assert array.dtype == np.int64
+    """Megatron's layers take one token at least, of padding."""
+    batch = packed([])
+    assert batch.tokens.tolist() == [PADDING_TOKEN] and batch.positions.shape == (3, 0)
+    assert len(batch.supervised) == len(batch.targets) == len(batch.samples) == 0
+    for tensor in (batch.tokens, batch.positions, batch.supervised, batch.targets):
+        assert tensor.dtype == torch.int64
+    assert PackMetadata.joined([], 2) == PackMetadata((), ((), ()), (b"", b""))
 
 
 def test_too_long_is_an_error_or_skipped(processor: Processor, make_record: MakeRecord) -> None:

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.data.dealing import PackShape, Pieces
-from megatron_hetero.data.partition import MicroBatchShare
+from megatron_hetero.data.packing import PackMetadata
 from megatron_hetero.layout.context import zigzag_tokens
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
@@ -21,13 +20,15 @@ from tests.support.sizes import received_rows
 from tests.unit.data.packs import (
     BATCHES,
     SHAPE,
+    Planned,
     decoded_units,
     first_rows_of_images,
     images_of,
     needed_rows,
     partitioner,
+    planned,
     random_packs,
-    share_of,
+    step_of,
 )
 
 VISION = [
@@ -35,7 +36,7 @@ VISION = [
     "cp:4,dp:2",
 ]  # fmt: skip
 TEXT = ["dp:8", "tp:8", "tp:2,dp:4", "tp:4,dp:2", "cp:8", "sp:8", "tp:2,cp:2,dp:2", "sp:2,cp:2,tp:2", "sp:4,dp:2"]
-Case = tuple[list[PackShape], dict[str, Layout], dict[str, bool], int]
+Case = tuple[list[PackMetadata], dict[str, Layout], dict[str, bool], int]
 some = settings(max_examples=40)
 
 EDGE = Edge("vision", "text")
@@ -52,23 +53,23 @@ def cases(draw: st.DrawFn) -> Case:
     return packs, layouts, sharded, draw(st.integers(0, 9))
 
 
-def plans_of(case: Case) -> list[MicroBatchShare]:
+def plans_of(case: Case) -> list[Planned]:
     packs, layouts, sharded, turn = case
-    return [share_of(partitioner(layouts, sharded, rank), packs, turn) for rank in range(8)]
+    return [planned(partitioner(layouts, sharded, rank), packs, turn) for rank in range(8)]
 
 
-def embedded_units(plans: list[MicroBatchShare], packs: list[PackShape], vision: Layout) -> list[np.ndarray]:
+def embedded_units(plans: list[Planned], packs: list[PackMetadata], vision: Layout) -> list[np.ndarray]:
     """The units whose patches each rank has once all replicas have shared what they decoded."""
     results: list[np.ndarray] = []
     for rank, plan in enumerate(plans):
-        forward, replica = plan.patches["vision"].exchange.forward, vision.group_of(rank, "tp", "sp", "cp")
-        assert plan.patches["vision"].exchange.ranks == replica
+        forward, replica = plan.vision.exchange.forward, vision.group_of(rank, "tp", "sp", "cp")
+        assert plan.vision.exchange.ranks == replica
         result = np.full(forward.needed, -1)
         result[forward.local_to] = decoded_units(plan, packs)[forward.local_from]
         results.append(result)
     for stage in ("scatter", "gather"):
         for rank, plan in enumerate(plans):
-            exchange = plan.patches["vision"].exchange.forward.exchange(stage)
+            exchange = plan.vision.exchange.forward.exchange(stage)
             if exchange is not None:
                 replica = vision.group_of(rank, "tp", "sp", "cp")
                 parts = [_sent(plans, packs, results, peer, replica.index(rank), stage) for peer in replica]
@@ -78,9 +79,9 @@ def embedded_units(plans: list[MicroBatchShare], packs: list[PackShape], vision:
 
 
 def _sent(
-    plans: list[MicroBatchShare], packs: list[PackShape], results: list[np.ndarray], sender: int, to: int, stage: str
+    plans: list[Planned], packs: list[PackMetadata], results: list[np.ndarray], sender: int, to: int, stage: str
 ) -> np.ndarray:
-    exchange = plans[sender].patches["vision"].exchange.forward.exchange(stage)  # pyright: ignore[reportArgumentType]
+    exchange = plans[sender].vision.exchange.forward.exchange(stage)  # pyright: ignore[reportArgumentType]
     assert exchange is not None
     source = decoded_units(plans[sender], packs) if stage == "scatter" else results[sender]
     return np.split(source[exchange.send], np.cumsum(exchange.send_counts)[:-1])[to]
@@ -91,19 +92,17 @@ def _sent(
 def test_every_image_is_decoded_once_and_every_unit_encoded_once(case: Case) -> None:
     packs, layouts, sharded, _ = case
     plans, vision = plans_of(case), layouts["vision"]
-    total = sum(len(pack.pieces[0].positions) for pack in packs)
+    total = sum(len(pack.positions(0)) for pack in packs)
     if total == 0:
-        assert all(
-            not p.patches and not p.encoders and not p.boundaries and not len(p.text.rows_at["vision"]) for p in plans
-        )
+        assert all(not p.vision and not p.rows and not len(p.text.rows_at["vision"]) for p in plans)
         return
-    images = [image for plan in plans for image in plan.patches["vision"].decodes]
-    assert sorted(images) == list(range(sum(len(pack.pieces[0].sizes) for pack in packs)))
+    images = [image for plan in plans for image in plan.vision.decodes]
+    assert sorted(images) == list(range(sum(len(pack.sizes[0]) for pack in packs)))
     units = embedded_units(plans, packs, vision)
     copies = 1 if sharded["vision"] else vision.tp
     assert Counter(np.concatenate(units).tolist()) == Counter(dict.fromkeys(range(total), copies))
     for rank, plan in enumerate(plans):
-        assert plan.boundaries[EDGE].backward.needed == len(units[rank]), "gradients come back of other rows"
+        assert plan.rows[EDGE].backward.needed == len(units[rank]), "gradients come back of other rows"
         if not sharded["vision"]:
             assert units[rank].tolist() == units[vision.group_of(rank, "tp")[0]].tolist()
 
@@ -119,10 +118,10 @@ def test_every_image_position_gets_its_row(case: Case) -> None:
         needed = needed_rows(plan.text, packs, text, sharded["text"], rank)
         assert needed.tolist() == sorted(needed.tolist())
         found.update(needed.tolist())
-        if plan.boundaries:
-            assert plan.boundaries[EDGE].forward.needed == len(needed)
+        if plan.rows:
+            assert plan.rows[EDGE].forward.needed == len(needed)
     copies = 1 if sharded["text"] else text.tp
-    assert found == Counter(dict.fromkeys(range(sum(len(p.pieces[0].positions) for p in packs)), copies))
+    assert found == Counter(dict.fromkeys(range(sum(len(p.positions(0)) for p in packs)), copies))
 
 
 @some
@@ -134,8 +133,8 @@ def test_every_token_is_read_once(case: Case) -> None:
         zigzag = zigzag_tokens(pack.lengths, text.cp)
         for member in range(text.cp):
             shares = [plans[text.rank_at(sp=sp, cp=member, dp=replica)].text for sp in range(text.sp)]
-            assert np.concatenate([share.tokens for share in shares]).tolist() == zigzag[member].tolist()
-            lengths = [len(share.tokens) for share in shares]
+            assert np.concatenate([share.positions for share in shares]).tolist() == zigzag[member].tolist()
+            lengths = [share.tokens for share in shares]
             assert max(lengths) - min(lengths) <= 1
             for share in shares:
                 assert share.sp_lengths == tuple(lengths) and share.cp_lengths == tuple(map(len, zigzag))
@@ -143,8 +142,8 @@ def test_every_token_is_read_once(case: Case) -> None:
     for rank, plan in enumerate(plans):
         multiple = text.tp if sharded["text"] else 1
         assert plan.text.padded > 0 and plan.text.padded % multiple == 0
-        assert len(plan.text.tokens) <= plan.text.padded < max(1, len(plan.text.tokens)) + multiple
-        assert plan.text.tokens.tolist() == plans[text.group_of(rank, "tp")[0]].text.tokens.tolist()
+        assert plan.text.tokens <= plan.text.padded < max(1, plan.text.tokens) + multiple
+        assert plan.text.positions.tolist() == plans[text.group_of(rank, "tp")[0]].text.positions.tolist()
 
 
 @some
@@ -153,21 +152,21 @@ def test_shares_fit_together(case: Case) -> None:
     """Patches, positions and lengths that the ranks of a replica and of a shard are given agree."""
     packs, layouts, sharded, _ = case
     plans, vision = plans_of(case), layouts["vision"]
-    if not plans[0].encoders:
+    if not plans[0].vision:
         return
     units, table = embedded_units(plans, packs, vision), _raster_positions(packs)
     for rank, plan in enumerate(plans):
-        [share], at = plan.encoders["vision"], vision.coordinate(rank)
+        [share], at = plan.vision.shards, vision.coordinate(rank)
         group = vision.group_of(rank, "tp")
         shard = np.concatenate([units[r] for r in group]) if sharded["vision"] else units[rank]
         np.testing.assert_array_equal(share.positions, table[shard].reshape(-1, 2).T)
         assert share.sp_lengths[at.sp] == sum(share.windows) == SHAPE.unit * len(shard)
         assert share.cp_lengths[at.cp] == sum(share.sp_lengths) == sum(share.segments.queries)
-        padded = {SHAPE.unit * len(units[r]) + plans[r].encoders["vision"][0].padding for r in group}
+        padded = {SHAPE.unit * len(units[r]) + plans[r].vision.shards[0].padding for r in group}
         assert len(padded) == 1 and padded.pop() > 0, "ranks that share activations hold different lengths"
 
 
-def _raster_positions(packs: list[PackShape]) -> np.ndarray:
+def _raster_positions(packs: list[PackMetadata]) -> np.ndarray:
     """Row and column of each patch of each unit of all images in raster order, [units, unit, 2]."""
     units = [
         [(row + i, column + j) for i in range(2) for j in range(2)]
@@ -184,7 +183,7 @@ def test_shards_are_near_even(vision: str) -> None:
     layouts = {"vision": Layout.parse(vision, 8), "text": Layout.parse("tp:8", 8)}
     [pack] = random_packs("even", layouts["text"], 0)
     for plan in plans_of(([pack], layouts, {"vision": False, "text": False}, 0)):
-        [share] = plan.encoders["vision"]
+        [share] = plan.vision.shards
         for lengths in (share.sp_lengths, share.cp_lengths):
             assert max(lengths) <= sum(lengths) / len(lengths) + SHAPE.window**2 * SHAPE.unit
 
@@ -193,7 +192,7 @@ def test_no_rank_needs_more_than_its_rows_in_its_shard() -> None:
     """sp:8 to tp:8 with sharded activations: each row crosses to one rank, and the traffic is at most all rows."""
     layouts = {"vision": Layout.parse("sp:8", 8), "text": Layout.parse("tp:8", 8)}
     packs = random_packs("ragged", layouts["text"], 5)
-    plans = [plan.boundaries[EDGE] for plan in plans_of((packs, layouts, {"vision": True, "text": True}, 0))]
+    plans = [plan.rows[EDGE] for plan in plans_of((packs, layouts, {"vision": True, "text": True}, 0))]
     total = sum(map(SHAPE.rows, images_of(packs)))
     assert total == sum(plan.forward.needed for plan in plans) == first_rows_of_images(packs)[-1]
     assert 0 < sum(received_rows(plan.forward) for plan in plans) <= total
@@ -206,7 +205,7 @@ def test_decoding_moves_from_rank_to_rank() -> None:
     layouts = {name: Layout.parse("sp:8", 8) for name in ("vision", "text")}
     packs = random_packs("even", layouts["text"], 0)
     partitioners = [partitioner(layouts, {"vision": False, "text": False}, rank) for rank in range(8)]
-    turns = [[share_of(p, packs, turn).patches["vision"].decodes for p in partitioners] for turn in range(8)]
+    turns = [[planned(p, packs, turn).vision.decodes for p in partitioners] for turn in range(8)]
     assert [decodes.index((0,)) for decodes in turns] == [(turns[0].index((0,)) + turn) % 8 for turn in range(8)]
 
 
@@ -214,22 +213,21 @@ def test_micro_batches_of_one_shape_are_planned_once() -> None:
     layouts = {"vision": Layout.parse("sp:4,dp:2", 8), "text": Layout.parse("tp:2,dp:4", 8)}
     packs = random_packs("ragged", layouts["text"], 3)
     ours = partitioner(layouts, {"vision": True, "text": True}, 5)
-    copies = [PackShape(p.lengths, tuple(Pieces(i.sizes, i.places) for i in p.pieces)) for p in packs]
+    copies = [PackMetadata(p.lengths, tuple(p.sizes), tuple(p.places), supervised=1) for p in packs]
     first, again, other = (
-        share_of(ours, packs),
-        share_of(ours, copies, turn=1),
-        share_of(ours, random_packs("ragged", layouts["text"], 4)),
+        planned(ours, packs),
+        planned(ours, copies, turn=1),
+        planned(ours, random_packs("ragged", layouts["text"], 4)),
     )
-    assert first.boundaries[EDGE] is again.boundaries[EDGE] is not other.boundaries[EDGE]
-    assert first.encoders["vision"] is again.encoders["vision"] and first.text is again.text
-    assert (
-        first.patches["vision"] is share_of(ours, copies, turn=4).patches["vision"]
-    )  # four ranks share a replica's images
-    assert first.patches["vision"] is not again.patches["vision"]
+    assert first.rows[EDGE] is again.rows[EDGE] is not other.rows[EDGE]
+    assert first.vision.shards is again.vision.shards and first.text is again.text
+    # Four ranks share a replica's images.
+    assert first.vision.exchange is planned(ours, copies, turn=4).vision.exchange
+    assert first.vision.exchange is not again.vision.exchange
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[list[list[PackShape]], dict[str, Layout], dict[str, bool]]:
+def steps(draw: st.DrawFn) -> tuple[list[list[PackMetadata]], dict[str, Layout], dict[str, bool]]:
     """The packs of three micro-batches."""
     packs, layouts, sharded, _ = draw(cases())
     more = [random_packs(draw(st.sampled_from(BATCHES)), layouts["text"], draw(st.integers(0, 10**6))) for _ in "12"]
@@ -243,29 +241,29 @@ def test_a_call_encodes_several_micro_batches(step: tuple[Any, dict[str, Layout]
     packs, layouts, sharded = step
     everything, first = [pack for of_one in packs for pack in of_one], 0
     partitioners = [partitioner(layouts, sharded, rank, runs=lambda n: {"vision": (range(n),)}) for rank in range(8)]
-    by_rank = [each.step_shares(packs) for each in partitioners]
+    by_rank = [step_of(each, packs) for each in partitioners]
     units = (
         embedded_units([plans[0] for plans in by_rank], everything, layouts["vision"]) if images_of(everything) else []
     )
     held = [np.concatenate([[0], np.cumsum([_held(plan) for plan in plans])]) for plans in by_rank]
     for m, of_one in enumerate(packs):
-        rows = sum(len(pack.pieces[0].positions) for pack in of_one)
+        rows = sum(len(pack.positions(0)) for pack in of_one)
         for rank, plans in enumerate(by_rank):
-            alone = share_of(partitioners[rank], of_one)
+            alone = planned(partitioners[rank], of_one)
             assert plans[m].text is alone.text
-            assert set(plans[m].boundaries) == set(alone.boundaries) == ({EDGE} if rows else set())
+            assert set(plans[m].rows) == set(alone.rows) == ({EDGE} if rows else set())
             if rows:
                 mine = units[rank][held[rank][m] : held[rank][m + 1]]
                 assert ((first <= mine) & (mine < first + rows)).all()
-                assert plans[m].boundaries[EDGE].forward.needed == alone.boundaries[EDGE].forward.needed
-            assert m == 0 or not (plans[m].encoders or plans[m].patches or plans[m].calls)
+                assert plans[m].rows[EDGE].forward.needed == alone.rows[EDGE].forward.needed
+            assert m == 0 or not plans[m].vision
         first += rows
     for rank, mine in enumerate(units):
-        assert held[rank][-1] == len(mine) and by_rank[rank][0].calls == {"vision": range(3)}
+        assert held[rank][-1] == len(mine) and by_rank[rank][0].vision.micro_batches == range(3)
 
 
-def _held(plan: MicroBatchShare) -> int:
-    return plan.boundaries[EDGE].forward.held if plan.boundaries else 0
+def _held(plan: Planned) -> int:
+    return plan.rows[EDGE].forward.held if plan.rows else 0
 
 
 def test_small_pictures_of_a_wave_fall_to_all_replicas() -> None:
@@ -273,15 +271,15 @@ def test_small_pictures_of_a_wave_fall_to_all_replicas() -> None:
     layouts = {name: Layout.parse(text, 8) for name, text in (("vision", "dp:8"), ("text", "tp:8"))}
     packs = [random_packs("even", layouts["text"], m) for m in range(8)]
     ours = partitioner(layouts, {"vision": True, "text": True}, 3, runs=lambda n: {"vision": (range(n),)})
-    [loads] = [plan.loads["vision"] for plan in ours.step_shares(packs) if plan.loads]
-    assert len(loads) == 8 and min(loads) > 0
+    [call] = ours.encoder_calls([tuple(each) for each in packs])
+    assert len(call.everyone.loads) == 8 and min(call.everyone.loads) > 0
 
 
 def test_balance_decides_who_encodes() -> None:
     layouts = {"vision": Layout.parse("dp:8", 8), "text": Layout.parse("dp:8", 8)}
     packs = random_packs("ragged", layouts["text"], 11)
     loads = {
-        balance: share_of(partitioner(layouts, {"vision": True, "text": True}, 0, balance), packs).loads["vision"]
+        balance: planned(partitioner(layouts, {"vision": True, "text": True}, 0, balance), packs).vision.everyone.loads
         for balance in ("off", "replica")
     }
     assert sum(loads["off"]) == pytest.approx(sum(loads["replica"])) and max(loads["replica"]) < max(loads["off"])

@@ -11,8 +11,7 @@ import pytest
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.modules import ModuleConfig
-from megatron_hetero.data.dealing import PackMetadata, PieceSource
-from megatron_hetero.data.packing import pack
+from megatron_hetero.data.packing import IGNORED, PackMetadata
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Dataset
 from megatron_hetero.data.validation import item_fields
@@ -74,17 +73,17 @@ def test_packs_say_which_rows_are_whose(two: Processor, tmp_path: Path, pictures
     [record] = load(tmp_path, pictures, MIXED)
     plain = {"conversations": [{"from": "human", "value": "<image>"}, ANSWER], "image": "56x56.png"}
     samples = [two.tokenize(r) for r in (record, *load(tmp_path, pictures, plain))]
-    packed = pack(samples)
-    sources = [PieceSource(7, k, 0) for k in range(4)] + [PieceSource(8, 0, 0)]
+    input_ids = np.concatenate([sample.input_ids for sample in samples])
     parts = [PackMetadata.of_sample(number, sample, ENCODERS) for number, sample in zip((7, 8), samples, strict=True)]
-    told = PackMetadata.joined(parts, len(ENCODERS))
-    assert (told.tokens, told.supervised) == (len(packed.input_ids), packed.supervised_tokens)
-    assert told.shape.lengths == tuple(np.diff(packed.cu_seqlens).tolist())
-    vision, detail = told.shape.pieces
-    assert told.sources == ((sources[1], sources[2], sources[4]), (sources[0], sources[3]))
-    for images, token in ((vision, "<|image_pad|>"), (detail, "<|video_pad|>")):
-        own = np.flatnonzero(packed.input_ids == two.tokenizer.convert_tokens_to_ids(token))
-        np.testing.assert_array_equal(images.positions, own)
+    pack = PackMetadata.joined(parts, len(ENCODERS))
+    labelled = sum(int((sample.labels != IGNORED).sum()) for sample in samples)
+    assert (pack.tokens, pack.supervised) == (len(input_ids), labelled)
+    assert pack.lengths == tuple(map(len, samples))
+    sources = [each.tolist() for each in pack.sources]
+    assert sources == [[[7, 1, 0], [7, 2, 0], [8, 0, 0]], [[7, 0, 0], [7, 3, 0]]]
+    for encoder, token in enumerate(("<|image_pad|>", "<|video_pad|>")):
+        expected = np.flatnonzero(input_ids == two.tokenizer.convert_tokens_to_ids(token))
+        np.testing.assert_array_equal(pack.positions(encoder), expected)
 
 
 @pytest.mark.parametrize(

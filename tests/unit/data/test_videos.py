@@ -20,7 +20,7 @@ from megatron_hetero.base.contents import ByteRange, InMemory, StoredFile
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.cli.inspect_data import contact_sheet, draw_sheets, show_sample
 from megatron_hetero.config.sections import VideoConfig
-from megatron_hetero.data.dealing import PackMetadata
+from megatron_hetero.data.packing import PackMetadata
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.validation import item_fields, validate_record
 from megatron_hetero.models.family import Family
@@ -236,10 +236,10 @@ def test_metadata_has_the_pairs(folder: Path) -> None:
     for number, record in enumerate(annotations):
         sample = ours.tokenize(record)
         told = PackMetadata.of_sample(number, sample, ["vision"])
-        assert len(told.shape.pieces[0].sizes) == sum(map(len, sample.pieces))
-        assert told.sources[0] == tuple(
-            (number, item, piece) for item, pieces in enumerate(sample.pieces) for piece in range(len(pieces))
-        )
+        assert len(told.sizes[0]) == sum(map(len, sample.pieces))
+        assert told.sources[0].tolist() == [
+            [number, item, piece] for item, pieces in enumerate(sample.pieces) for piece in range(len(pieces))
+        ]
 
 
 def test_samples_and_sheets_are_shown(folder: Path, tmp_path: Path) -> None:

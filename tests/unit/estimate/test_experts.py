@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_hetero.config.schema import load_config
+from megatron_hetero.data.token_shards import SequenceShard
 from megatron_hetero.estimate.allocations import SubmoduleBytes
 from megatron_hetero.estimate.estimate import KINDS, Estimate
 from megatron_hetero.estimate.experts import experts_of_ranks
@@ -17,7 +19,7 @@ from megatron_hetero.estimate.measured import Measured, Submodule, measure
 from megatron_hetero.estimate.problems import problems_of
 from megatron_hetero.estimate.report import print_estimate
 from megatron_hetero.estimate.search import experts_over_more_ranks, find_fitting, planned
-from megatron_hetero.estimate.shards import SequenceShard
+from megatron_hetero.layout.context import AttentionSegments
 
 MakeMoe = Callable[..., Estimate]
 DENSE, SPARSE = Submodule("layer", 0), Submodule("layer", 1)
@@ -48,7 +50,9 @@ def measured(
     module = replace(plan.job.text, settings=replace(plan.job.text.settings, **settings), compiled=compiled)
     layout, tokens = module.layout, 4096 // (module.layout.sp * module.layout.cp)
     local = tokens // layout.tp if module.sequence_parallel else tokens
-    shard = SequenceShard(tokens, tokens, local, tokens * layout.sp, ((4096 // layout.cp, 4096),))
+    member, keys = 4096 // layout.cp, np.zeros(4096, np.int64) if layout.cp > 1 else None
+    segments, lengths = AttentionSegments((member,), (4096,), keys), ((tokens,) * layout.sp, (member,) * layout.cp)
+    shard = SequenceShard(tokens, local, tokens // local, *lengths, segments)
     return measure(Measured.of(module, gpu=True, imbalance=imbalance), part, shard)
 
 

@@ -8,16 +8,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_hetero.config.schema import load_config
+from megatron_hetero.data.token_shards import SequenceShard
 from megatron_hetero.estimate import measured
 from megatron_hetero.estimate.allocations import flash_workspace
 from megatron_hetero.estimate.measured import FIRST, LAST, Measured, Submodule, measure
-from megatron_hetero.estimate.shards import SequenceShard
 from megatron_hetero.job.job import JobSpec
+from megatron_hetero.layout.context import AttentionSegments
 
 Make = Callable[..., Measured]
 WHOLE = "--text-sequence_parallel false"
@@ -41,8 +43,16 @@ def shard_of(tokens: int, measured: Measured, supervised: int = 0) -> SequenceSh
     """One sample over all ranks of a module, in equal parts."""
     module, layout = measured.module, measured.module.layout
     local, member = tokens // layout.tp if module.sequence_parallel else tokens, tokens * layout.sp
+    keys = np.zeros(member * layout.cp, np.int64) if layout.cp > 1 else None
     return SequenceShard(
-        tokens, tokens, local, member, ((member, member * layout.cp),), ((64, 64),) * (tokens // 64), supervised
+        tokens,
+        local,
+        tokens // local,
+        sp_lengths=(tokens,) * layout.sp,
+        cp_lengths=(member,) * layout.cp,
+        segments=AttentionSegments((member,), (member * layout.cp,), keys),
+        windows=(64,) * (tokens // 64),
+        supervised=supervised,
     )
 
 

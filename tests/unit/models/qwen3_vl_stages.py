@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_hetero.data.device import encoder_input
 from megatron_hetero.data.encoder_shards import EncoderShards
 from megatron_hetero.data.token_shards import TokenShards
 from megatron_hetero.groups.platform import CPU
@@ -19,7 +20,7 @@ from megatron_hetero.layout.pipeline import PipelineStage, cut_stages
 from megatron_hetero.models.items.pictures import ImageSize
 from megatron_hetero.models.layers.attention import AttentionParams
 from megatron_hetero.models.layers.segments import PackedSegments
-from megatron_hetero.models.stages import EncoderInput, TextInput
+from megatron_hetero.models.stages import TextInput
 from tests.support.stages import Case, Trainee
 
 Arrays = dict[str, np.ndarray]
@@ -40,16 +41,9 @@ def vision(case: Case, sizes: tuple[ImageSize, ...]) -> dict[str, Any]:
     [module], [layout] = trainee.modules, trainee.layouts.values()
     sharded = case.sequence_parallel and layout.tp > 1
     shards = EncoderShards(shape, layout, sharded, sizes, (tuple(range(len(sizes))),))
-    own, share = shards.ownership().held_by(dist.get_rank()), shards.share(dist.get_rank())
+    own, share = shards.ownership().held_by(dist.get_rank()), shards.shards(dist.get_rank())[0]
     units = pixels_of(shape, sizes).view(-1, shape.unit, shape.patch_elements)[torch.from_numpy(own)].flatten(0, 1)
-    plan = AttentionParams(
-        full=PackedSegments.of_segments(share.segments, CPU, share.cp_lengths),
-        sp_lengths=share.sp_lengths,
-        cp_lengths=share.cp_lengths,
-        windows=PackedSegments.of(share.windows, CPU),
-    )
-    positions = torch.from_numpy(share.positions)
-    batch = EncoderInput(F.pad(units, (0, 0, 0, share.padding)), positions, plan, share.padding)
+    batch = encoder_input(share, F.pad(units, (0, 0, 0, share.padding)))
     rows: dict[str, Tensor] = {}
     hidden = None
     for model, stage in ((chunk, chunk.stage) for chunk in module.chunks):
@@ -113,14 +107,14 @@ def text(case: Case, outputs: tuple[str, ...]) -> dict[str, Any]:
     [module], [layout] = trainee.modules, trainee.layouts.values()
     pack, rank = Pack.of(shape.vocab, shape.hidden, outputs), dist.get_rank()
     shards = TokenShards(layout, case.sequence_parallel and layout.tp > 1, (pack.lengths,), {"vision": (pack.places,)})
-    share, ids = shards.share(rank), shards.ownership("vision").held_by(rank)
-    own = pack.labels[torch.from_numpy(share.tokens)]
+    share, ids = shards.shard(rank), shards.ownership("vision").held_by(rank)
+    own = pack.labels[torch.from_numpy(share.positions)]
     supervised = torch.nonzero(own != -100)[:, 0]
     places = torch.from_numpy(share.rows_at["vision"])
-    tokens = pack.tokens[torch.from_numpy(share.tokens)]
+    tokens = pack.tokens[torch.from_numpy(share.positions)]
     batch = TextInput(
         tokens=F.pad(tokens, (0, share.padded - len(tokens))),
-        positions=pack.positions[:, torch.from_numpy(share.tokens)],
+        positions=pack.positions[:, torch.from_numpy(share.positions)],
         supervised=supervised,
         targets=own[supervised],
         rows_at=dict.fromkeys(outputs, places),

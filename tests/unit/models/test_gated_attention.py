@@ -22,15 +22,16 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.modules import ModuleConfig
+from megatron_hetero.data.token_shards import SequenceShard
 from megatron_hetero.estimate import measured
 from megatron_hetero.estimate.allocations import META
-from megatron_hetero.estimate.shards import SequenceShard
 from megatron_hetero.groups.megatron import ModuleGroups, prepare, prepare_globals, without_processes
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.weight_map import Share, load_slices
 from megatron_hetero.job.module import ModuleJob
 from megatron_hetero.layout.axes import Limit
+from megatron_hetero.layout.context import AttentionSegments
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.modules import resolve
 from megatron_hetero.layout.pipeline import cut_stages
@@ -261,7 +262,7 @@ def test_plans_measure_the_kernel_for_the_head_of_a_layer(head_dim: int, flash: 
         with without_processes(META):
             built = measured._built(alone, measured.Submodule("layer", number))
         assert (built.layers[0].self_attention.core_attention.kernel is torch_flash) == flash
-    shard = SequenceShard(512, 512, 512, 512, ((512, 512),), (), 0)
+    shard = SequenceShard(512, 512, 1, (512,), (512,), AttentionSegments((512,), (512,)))
     plain, gated = (measured.measure(alone, measured.Submodule("layer", number), shard).saved for number in (0, 1))
     assert gated - plain == 2 * 512 * 4 * head_dim * 2, "the sigmoid of the gate, and what it multiplies"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,13 +15,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_hetero.data.dealing import PackMetadata, PackShape, PieceSource
-from megatron_hetero.data.token_ids import token_ids
+from megatron_hetero.data.packing import PackMetadata
+from megatron_hetero.data.token_ids import patch_ids, text_ids
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.layers.dropout import Dropout, TokenIds, ids_of_chunks, mixed_bits
 from megatron_hetero.models.layers.low_rank import BRows, LowRank, LowRankShape
 from tests.support.stages import lone_site
-from tests.unit.data.packs import partitioner, random_packs
+from tests.unit.data.packs import partitioner, random_packs, step_of
 
 TOKENS, WIDTH = 1536, 1280
 
@@ -168,26 +169,25 @@ def test_orders_of_ids(ranks: int, parts: list[int], size: int) -> None:
 LAYOUTS = ["dp:4", "sp:4", "tp:4", "cp:4", "sp:2,cp:2", "tp:2,sp:2", "tp:2,cp:2", "tp:2,dp:2", "sp:2,dp:2"]
 
 
-def metadata(shape: PackShape, number: int) -> PackMetadata:
-    """A pack with pictures of sample `number`."""
-    sources = tuple(PieceSource(number, item, 0) for item in range(len(shape.pieces[0].sizes)))
-    return PackMetadata(shape, (sources,), 0)
+def sources_of(pack: PackMetadata, number: int) -> np.ndarray:
+    """The sources of a pack's pictures, all of sample `number`."""
+    return np.array([(number, item, 0) for item in range(len(pack.sizes[0]))], np.int64).reshape(-1, 3)
 
 
 def one(*fields: int) -> int:
     return int(mixed_bits(*fields)[0])
 
 
-def pictures(packs: list[list[PackMetadata]]) -> dict[int, tuple[int, int, int, int]]:
+def pictures(packs: list[tuple[PackMetadata, ...]]) -> dict[int, tuple[int, int, int, int]]:
     """By the id of each patch, its sample, picture, row and column."""
     found = dict[int, tuple[int, int, int, int]]()
     for pack in (pack for of_one in packs for pack in of_one):
-        for source, size in zip(pack.sources[0], pack.shape.pieces[0].sizes, strict=True):
+        for (sample, item, piece), size in zip(pack.sources[0].tolist(), pack.sizes[0], strict=True):
             sides: Any = size
             rows = [(row, column) for row in range(0, sides[1], 2) for column in range(0, sides[2], 2)]
             patches = [(row + i, column + j) for row, column in rows for i in (0, 1) for j in (0, 1)]
             for place, (row, column) in enumerate(patches):
-                found[one(*source, place)] = source.sample, source.item, row, column
+                found[one(sample, item, piece, place)] = sample, item, row, column
     return found
 
 
@@ -204,7 +204,10 @@ def test_ids_are_those_of_what_ranks_work_on(
     split = {"vision": vision_split, "text": text_split}
     tp = {name: layout.tp if split[name] else 1 for name, layout in layouts.items()}
     shapes = [tuple(random_packs(batch, layouts["text"], seed + m)) for m in range(2)]
-    packs = [[metadata(shape, 10 * m + replica) for replica, shape in enumerate(shapes[m])] for m in range(2)]
+    packs = [
+        tuple(replace(pack, sources=(sources_of(pack, 10 * m + replica),)) for replica, pack in enumerate(shapes[m]))
+        for m in range(2)
+    ]
     deal = [
         [[10**9 * m + 1000 * replica + n for n in range(len(shape.lengths))] for replica, shape in enumerate(shapes[m])]
         for m in range(2)
@@ -213,30 +216,27 @@ def test_ids_are_those_of_what_ranks_work_on(
     for rank in range(4):
         own = partitioner(layouts, split, rank, runs=lambda count: {"vision": (range(count),)})
         own.limits = {} if limit is None else {"vision": limit}
-        shares = own.step_shares(shapes)
-        every = token_ids(own, ("vision", "text"), deal, packs, shares)
         replica = layouts["text"].replica_of(rank)
-        for m, (share, found) in enumerate(zip(shares, every, strict=True)):
+        for m, share in enumerate(step_of(own, packs)):
             assert share.text is not None
             lengths = shapes[m][replica].lengths
             of_pack = [one(number, k) for number, n in zip(deal[m][replica], lengths, strict=True) for k in range(n)]
-            (ids,) = found["text"]
+            numbers, places = np.repeat(deal[m][replica], lengths), np.concatenate([[0], *map(np.arange, lengths)])[1:]
+            at = share.text.positions
+            ids = text_ids(share.text, numbers[at], places[at].astype(np.int64)).values
             assert ids.shape == (tp["text"], share.text.padded // tp["text"])
-            mine = ids.ravel()[: len(share.text.tokens)].tolist()
-            assert mine == [of_pack[token] for token in share.text.tokens]
+            mine = ids.flatten()[: share.text.tokens].tolist()
+            assert mine == [of_pack[token] for token in at]
             read |= set(mine)
-            assert ("vision" in found) == ("vision" in share.encoders)
-            for part, ids in zip(share.encoders.get("vision", ()), found.get("vision", ()), strict=True):
-                assert ids.shape == (tp["vision"], part.embedded + part.padding) or tp["vision"] > 1
-                mine = ids.ravel()[: part.positions.shape[1]].tolist()
-                assert [list(place_of[each][2:]) for each in mine] == part.positions[:2].T.tolist()
+            if not share.vision:
+                continue
+            packs_of_call = [pack for number in share.vision.micro_batches for pack in packs[number]]
+            sources = np.concatenate([pack.sources[0] for pack in packs_of_call])
+            for shard, chunk in zip(share.vision.shards, share.vision.everyone.chunks, strict=True):
+                ids = patch_ids(shard, chunk, rank, sources).values
+                assert ids.shape == (tp["vision"], shard.local)
+                mine = ids.flatten()[: shard.tokens].tolist()
+                assert [list(place_of[each][2:]) for each in mine] == shard.positions[:2].T.tolist()
                 encoded |= set(mine)
     assert len(read) == sum(sum(shape.lengths) for of_one in shapes for shape in of_one)
     assert encoded == place_of.keys()
-
-
-def test_modules_without_dropout_get_no_ids() -> None:
-    layouts = {"vision": Layout.parse("dp:1", 1), "text": Layout.parse("dp:1", 1)}
-    shapes = [tuple(random_packs("even", layouts["text"], 0))]
-    own = partitioner(layouts, dict.fromkeys(layouts, False), 0)
-    assert token_ids(own, (), [[[0]]], [[metadata(shapes[0][0], 0)]], own.step_shares(shapes)) == [{}]

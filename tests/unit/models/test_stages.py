@@ -132,11 +132,6 @@ def test_names() -> None:
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
-def shapes_of(layers: int, tied: bool) -> ModelShapes:
-    vision = VisionShape(layers, 8, 2, 6, 3, 2, 1, 2, 8, 1e4, window=4, full_layers=frozenset({0}))
-    return ModelShapes({"vision": vision}, TextShape(layers, 8, 2, 1, 4, 6, 7, tied, 1e4, (1, 1), 1e-6))
-
-
 @given(splits, st.booleans(), st.sampled_from([(0, 1), (0, 2), (1, 2)]))
 def test_stages_share_the_map_of_the_whole(split: tuple[int, ...], tied: bool, at: tuple[int, int]) -> None:
     shapes = shapes_of(sum(split), tied)

@@ -20,7 +20,7 @@ from megatron_hetero.groups.platform import CPU
 from megatron_hetero.groups.watchdog import Watchdog
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.schedule.builders import build_schedule
-from megatron_hetero.schedule.contract import DeviceMicroBatch, InParts, ModuleOnRank
+from megatron_hetero.schedule.contract import InChunks, MicroBatchInputs, ModuleOnRank
 from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.support.pool import platform
 from tests.support.ranks import on_ranks
@@ -78,15 +78,15 @@ def local_rows(width: int) -> Any:
     """Micro-batches in which two rows of each rank stay there."""
     side = Ownership.of({(r,): [2 * r, 2 * r + 1] for r in range(4)})
     part = load_plan(plan_boundary(side, side, row_bytes=4 * width).rank(dist.get_rank()), CPU)
-    return lambda _: DeviceMicroBatch({"encoder": torch.ones(2, 1), "decoder": torch.ones(2, 1)}, {EDGE: part})
+    return lambda _: MicroBatchInputs({"encoder": torch.ones(2, 1), "decoder": torch.ones(2, 1)}, {EDGE: part})
 
 
-def crossing_rows(_: int) -> DeviceMicroBatch:
+def crossing_rows(_: int) -> MicroBatchInputs:
     """Two rows of each encoder rank go to the decoder's first stage."""
     source, target = Ownership.of({(0,): [0, 1], (1,): [2, 3]}), Ownership.of({(2,): range(4)})
     rank, batch = dist.get_rank(), torch.ones(2, 1)
     parts = {} if rank == 3 else {EDGE: load_plan(plan_boundary(source, target, row_bytes=4).rank(rank), CPU)}
-    return DeviceMicroBatch({"encoder": batch, "decoder": batch}, parts)
+    return MicroBatchInputs({"encoder": batch, "decoder": batch}, parts)
 
 
 @on_ranks(4)
@@ -114,7 +114,7 @@ def test_a_loss_is_a_scalar() -> None:
 def test_hidden_states_have_the_dtype_of_the_graph() -> None:
     runner = staged(Weight(), lambda batch, _: batch.double(), Weight())
     schedule = build_schedule(STAGED, 1, text="decoder", forward_only=("encoder", "decoder"))
-    batch = DeviceMicroBatch({"decoder": torch.ones(2, 1)}, {})
+    batch = MicroBatchInputs({"decoder": torch.ones(2, 1)}, {})
     if (rank := dist.get_rank()) < 2:
         runner.run(schedule, lambda _: batch)
     elif rank == 2:  # The last stage would wait for what the first refuses to send.
@@ -189,7 +189,7 @@ class Second(Last):
         return 5 * hidden
 
 
-def rows_of_two_stages(_: int) -> DeviceMicroBatch:
+def rows_of_two_stages(_: int) -> MicroBatchInputs:
     """Two rows of each encoder stage go to the two decoders, one each."""
     rank, batch, parts = dist.get_rank(), torch.ones(2, 1), {}
     for edge, outputs in TWO_OUTPUTS.items():
@@ -197,7 +197,7 @@ def rows_of_two_stages(_: int) -> DeviceMicroBatch:
         plan = plan_boundary(source, Ownership.of({(2,): [0], (3,): [1]}), row_bytes=4 * len(outputs))
         if rank in plan.ranks:
             parts[edge] = load_plan(plan.rank(rank), CPU)
-    return DeviceMicroBatch({"encoder": batch, "decoder": batch}, parts)
+    return MicroBatchInputs({"encoder": batch, "decoder": batch}, parts)
 
 
 @pytest.mark.parametrize(
@@ -292,9 +292,9 @@ def test_a_recomputed_forward_pass_drops_the_same() -> None:
 def in_parts(load: Any) -> Any:
     """The micro-batches of `load`, whose encoder makes one row in each call."""
 
-    def parted(m: int) -> DeviceMicroBatch:
+    def parted(m: int) -> MicroBatchInputs:
         batch = load(m)
-        return replace(batch, inputs={**batch.inputs, "encoder": InParts(batch.inputs["encoder"].split(1))})
+        return replace(batch, inputs={**batch.inputs, "encoder": InChunks(batch.inputs["encoder"].split(1))})
 
     return parted
 

@@ -18,7 +18,7 @@ from megatron_hetero.groups.platform import CPU
 from megatron_hetero.layout.graph import Edge, Graph
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.builders import build_schedule
-from megatron_hetero.schedule.contract import DeviceMicroBatch, InParts, ModuleOnRank
+from megatron_hetero.schedule.contract import InChunks, MicroBatchInputs, ModuleOnRank
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.step.execution import StepExecution
 from megatron_hetero.step.resources import Activation, LiveMicroBatch
@@ -58,10 +58,10 @@ def run(
     target = Ownership.of(dict(zip(layouts["decoder"].groups("tp"), replicas, strict=False)), gradient)
     plan = load_plan(plan_boundary(source, target, 4 * WIDTH).rank(rank), CPU)
 
-    def load(micro_batch: int) -> DeviceMicroBatch:
+    def load(micro_batch: int) -> MicroBatchInputs:
         number = torch.tensor(float(micro_batch))
         given: dict[str, Any] = {"inputs": {"encoder": number, "decoder": number}, "boundaries": {EDGE: plan}}
-        return DeviceMicroBatch(**given | batch)
+        return MicroBatchInputs(**given | batch)
 
     models: dict[str, Any] = {"encoder": lambda _: weight * torch.ones(padding + 2, WIDTH), "decoder": decoder}
     held = {name: ModuleOnRank({0: models[name]}) for name, layout in layouts.items() if rank in layout}
@@ -123,12 +123,12 @@ class Called:
         )
         self.execution = StepExecution(runner_of(self.layouts, models), schedule, self._load)
 
-    def _load(self, m: int) -> DeviceMicroBatch:
+    def _load(self, m: int) -> MicroBatchInputs:
         inputs: dict[str, Any] = {"decoder": m}
         if m == 0:
-            given = InParts([[0], [2]]) if self.in_parts else [0, 2]
-            return DeviceMicroBatch(inputs | {"encoder": given}, {EDGE: self.plan}, {"encoder": self.call})
-        return DeviceMicroBatch(inputs, {EDGE: self.plan} if m == 2 else {})
+            given = InChunks([[0], [2]]) if self.in_parts else [0, 2]
+            return MicroBatchInputs(inputs | {"encoder": given}, {EDGE: self.plan}, {"encoder": self.call})
+        return MicroBatchInputs(inputs, {EDGE: self.plan} if m == 2 else {})
 
     def _encode(self, numbers: list[int]) -> Tensor:
         self.encoded.append(numbers)
@@ -217,10 +217,10 @@ def test_a_call_of_micro_batches_of_two_turns_is_refused() -> None:
             "found `decoder>encoder`, .*`encoder>decoder`",
         ),
         (
-            {"inputs": {"decoder": InParts([1, 2])}},
-            "`inputs`: found `InParts` of `decoder`",
+            {"inputs": {"decoder": InChunks([1, 2])}},
+            "`inputs`: found `InChunks` of `decoder`",
         ),
-        ({"inputs": {"encoder": InParts([])}}, "`inputs`: found `InParts` of `encoder`"),
+        ({"inputs": {"encoder": InChunks([])}}, "`inputs`: found `InChunks` of `encoder`"),
     ],
 )
 @on_ranks(4)

@@ -22,7 +22,7 @@ from megatron_hetero.layout.graph import Edge, Graph, as_edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.check import check_schedule
-from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank
+from megatron_hetero.schedule.contract import MicroBatchInputs, ModuleOnRank
 from tests.support.pool import platform
 from tests.support.ranks import on_ranks
 
@@ -162,7 +162,7 @@ def run_case(edges: Sequence[Edge], texts: Mapping[str, str], frozen: Sequence[s
     held = {name: layouts[name].coordinate(rank).pp for name in layouts if rank in layouts[name]}
     runner = Runner(topology, {name: ModuleOnRank({stage: modules[name][stage]}) for name, stage in held.items()})
 
-    def load(m: int) -> DeviceMicroBatch:
+    def load(m: int) -> MicroBatchInputs:
         batch = {name: inputs(name, m)[samples_of(layouts[name], rank, m)] for name in held}
         plans = {}
         for edge in edges:
@@ -170,7 +170,7 @@ def run_case(edges: Sequence[Edge], texts: Mapping[str, str], frozen: Sequence[s
             plan = plan_boundary(ownership(layouts[edge.source], own, m), ownership(layouts[edge.target], stage, m), 8)
             if rank in plan.ranks:
                 plans[edge] = load_plan(plan.rank(rank), topology.platform.device)
-        return DeviceMicroBatch(batch, plans)
+        return MicroBatchInputs(batch, plans)
 
     loss = runner.run(schedule, load).loss
     expected, alone = reference(edges, layouts)
@@ -225,5 +225,5 @@ def test_a_plan_whose_sides_share_ranks_is_refused_between_disjoint_modules() ->
     part = load_plan(plan_boundary(source, target, 8).rank(rank), topology.platform.device)
     with pytest.raises(UserError, match="micro-batch 0, boundary a>b: found a plan "):
         runner.run(
-            build_schedule(layouts, 2, edges=[edge]), lambda _: DeviceMicroBatch({name: torch.ones(1, 2)}, {edge: part})
+            build_schedule(layouts, 2, edges=[edge]), lambda _: MicroBatchInputs({name: torch.ones(1, 2)}, {edge: part})
         )

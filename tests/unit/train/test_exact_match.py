@@ -7,24 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.data.packing import IGNORED, PackedBatch
+from megatron_hetero.data.packing import IGNORED
 from megatron_hetero.data.token_shards import TokenShards
 from megatron_hetero.job.job import BatchShape
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.train.held_out import answer_counts, evaluates, exact_match, supervised_samples
+from megatron_hetero.train.held_out import answer_counts, evaluates, exact_match
 from megatron_hetero.train.run import stretches
 
 LAYOUTS = ["dp:1@0", "cp:2@0-1", "cp:3@0-2", "sp:2@0-1", "tp:2,sp:2,cp:2@0-7", "cp:2,pp:2@0-3"]
-
-
-def packed(lengths: list[int], labels: np.ndarray) -> PackedBatch:
-    """Samples of these lengths with these labels, and nothing else."""
-    n = len(labels)
-    starts = np.cumsum([0, *lengths])
-    return PackedBatch(
-        input_ids=np.zeros(n, np.int64), labels=labels, position_ids=np.zeros((3, n), np.int64), cu_seqlens=starts,
-        supervised_tokens=int((labels != IGNORED).sum()),
-    )  # fmt: skip
 
 
 @settings(max_examples=150)
@@ -42,22 +32,22 @@ def test_counts_of_all_ranks_together(
     rng, total = np.random.default_rng(seed), sum(lengths)
     labels = np.where(rng.random(total) < supervised, rng.integers(0, 50, total), IGNORED)
     hits = rng.random(total) >= wrong
-    pack, number = packed(lengths, labels), len(lengths) + left_out
+    samples, number = np.repeat(np.arange(len(lengths)), lengths), len(lengths) + left_out
     text = Layout.parse(layout)
     shards = TokenShards(text.stage(0), False, (tuple(lengths),), {})
     counts = np.zeros((2, number), np.int64)
     for rank in text.stage(0).ranks:
         if text.coordinate(rank).tp == 0:
-            tokens = shards.share(rank).tokens
-            of_rank = hits[tokens[labels[tokens] != IGNORED]]
-            counts += answer_counts(supervised_samples(pack, tokens), of_rank, number)
+            tokens = shards.shard(rank).positions
+            supervised_here = tokens[labels[tokens] != IGNORED]
+            counts += answer_counts(samples[supervised_here], hits[supervised_here], number)
     right = asked = 0
-    for start, stop in zip(pack.cu_seqlens[:-1], pack.cu_seqlens[1:], strict=True):
-        places = [i for i in range(start, stop) if labels[i] != IGNORED]
+    for sample in range(len(lengths)):
+        places = [i for i in np.flatnonzero(samples == sample) if labels[i] != IGNORED]
         asked += bool(places)
         right += bool(places) and all(hits[i] for i in places)
     assert exact_match(counts) == (right, asked)
-    assert counts.shape == (2, number) and counts[0].sum() == pack.supervised_tokens
+    assert counts.shape == (2, number) and counts[0].sum() == (labels != IGNORED).sum()
 
 
 def test_when_data_sets_are_evaluated() -> None:

@@ -16,7 +16,7 @@ from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.plan import RankPlan
 from megatron_hetero.boundary.routes import DirectionPlan
-from megatron_hetero.data.dealing import PackShape
+from megatron_hetero.data.packing import PackMetadata
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.layout import Layout
 from tests.support.matrix import thinned
@@ -31,8 +31,8 @@ from tests.unit.data.packs import (
     first_rows,
     needed_rows,
     partitioner,
+    planned,
     random_packs,
-    share_of,
 )
 
 WIDTH = 3
@@ -115,18 +115,19 @@ def _replica_groups(layout: Layout) -> Any:
 
 
 def _cross(
-    packs: list[PackShape], layouts: dict[str, Layout], sharded: Sharded, replica: Any, turn: int
+    packs: list[PackMetadata], layouts: dict[str, Layout], sharded: Sharded, replica: Any, turn: int
 ) -> dict[str, Any]:
     rank = dist.get_rank()
-    share = share_of(partitioner(layouts, sharded, rank), packs, turn)
-    if not share.boundaries or not share.patches:
+    share = planned(partitioner(layouts, sharded, rank), packs, turn)
+    if not share.rows or not share.vision:
         assert first_rows(packs)[-1] == 0 and share.text is not None and not len(share.text.rows_at["vision"])
         return {"collectives": (0, 0)}
-    held = _embedded_units(decoded_units(share, packs), share.patches["vision"].exchange, replica)
+    assert share.vision.exchange is not None
+    held = _embedded_units(decoded_units(share, packs), share.vision.exchange, replica)
     assert share.text is not None
     needed = needed_rows(share.text, packs, layouts["text"], sharded["text"], rank)
     x, c = (_integers(first_rows(packs)[-1], s) for s in (1, 2))
-    boundary = share.boundaries[Edge("vision", "text")]
+    boundary = share.rows[Edge("vision", "text")]
     returning = boundary.backward
     assert returning is not None
     communicator = BoundaryCommunicator(world(), CPU, WIDTH, torch.float64, check=False)
