@@ -40,4 +40,4 @@ VISION_7B = VisionShape(
 
 def shapes_of(layers: int, tied: bool) -> ModelShapes:
     vision = VisionShape(layers, 8, 2, 6, 3, 2, 1, 2, 8, 1e4, window=4, full_layers=frozenset({0}))
-    return ModelShapes({"vision": vision}, TextShape(layers, 8, 2, 1, 4, 6, 7, tied, 1e4, (1, 1), 1e-6, 64))
+    return ModelShapes({"vision": vision}, TextShape(layers, 8, 2, 1, 4, 6, 7, tied, 1e4, (1, 1), 1e-6))
