@@ -44,7 +44,7 @@ class TransformerShape:
 
     @property
     def counts(self) -> Mapping[Split, int]:
-        """How many things these views split, see `ModuleShape`."""
+        """Number of the things that these views split, by kind, see `ModuleShape`."""
         return {}
 
     @property
