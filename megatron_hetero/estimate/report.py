@@ -111,10 +111,10 @@ def _modules(estimate: Estimate) -> Table:
     for name, layout in estimate.job.layouts.items():
         sizes = [len(stage.layers) for stage in estimate.job.stages[name]]
         stages = f"{len(sizes)} of {_between(sizes)} layers" if len(sizes) > 1 else f"{sizes[0]} layers"
-        each = [estimate.parameters[name, coordinate] for coordinate in range(layout.pp)]
+        by_coordinate = [estimate.parameters[name, coordinate] for coordinate in range(layout.pp)]
         table.add_row(
             name, layout.degrees_text, shortened(layout.ranks), stages,
-            _between([sizes.parameters for sizes in each]), _between([sizes.trained for sizes in each]),
+            _between([each.parameters for each in by_coordinate]), _between([each.trained for each in by_coordinate]),
         )  # fmt: skip
     return table
 
