@@ -25,8 +25,8 @@ fragmentation   memory that the caching allocator reserves and cannot use, as a 
                 Without expandable segments 15 % on average of eight LLMs on A100, and up to 33 % (GMLake, ASPLOS
                 2024, arXiv 2401.08156); 43 % with virtual stages and recomputation (STAlloc, arXiv 2507.16274).
                 Runs have expandable segments (PyTorch's "CUDA semantics", PYTORCH_ALLOC_CONF), which map memory
-                    page by page as GMLake does: reports of Megatron's and PyTorch's trainers then name 1 to 3 % of
-                    the tensors as "reserved but unallocated". 5 % leaves room for data of many sizes
+                page by page as GMLake does: reports of Megatron's and PyTorch's trainers then name 1 to 3 % of the
+                tensors as "reserved but unallocated". 5 % leaves room for data of many sizes
 """
 
 from __future__ import annotations

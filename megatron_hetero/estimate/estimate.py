@@ -176,16 +176,6 @@ class Estimate:
         """Bytes in host memory, int64 [ranks]."""
         return self.host_states + self.host_activations
 
-    @cached_property
-    def equal_ranks(self) -> tuple[tuple[Role, np.ndarray, np.ndarray], ...]:
-        """Ranks with equal memory: role, ascending ranks, and bytes by kind and allowance."""
-        groups, table = [], np.hstack([self.memory, self.allowance])
-        for role in self.job.schedule.roles:
-            ranks = np.array(role.ranks)
-            rows, row_of_rank = np.unique(table[ranks], axis=0, return_inverse=True)
-            groups += [(role, ranks[row_of_rank.ravel() == number], row) for number, row in enumerate(rows)]
-        return tuple(sorted(groups, key=lambda group: int(group[1][0])))
-
     def _stage_ranks(self, name: str, coordinate: int) -> np.ndarray:
         return np.array(self.job.layouts[name].stage(coordinate).ranks)
 

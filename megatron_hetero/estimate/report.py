@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -110,10 +111,10 @@ def _modules(estimate: Estimate) -> Table:
     for name, layout in estimate.job.layouts.items():
         sizes = [len(stage.layers) for stage in estimate.job.stages[name]]
         stages = f"{len(sizes)} of {_between(sizes)} layers" if len(sizes) > 1 else f"{sizes[0]} layers"
-        each = [estimate.parameters[name, coordinate] for coordinate in range(layout.pp)]
+        by_coordinate = [estimate.parameters[name, coordinate] for coordinate in range(layout.pp)]
         table.add_row(
             name, layout.degrees_text, shortened(layout.ranks), stages,
-            _between([sizes.parameters for sizes in each]), _between([sizes.trained for sizes in each]),
+            _between([each.parameters for each in by_coordinate]), _between([each.trained for each in by_coordinate]),
         )  # fmt: skip
     return table
 
@@ -178,19 +179,20 @@ def _experts_text(estimate: Estimate) -> str:
 def _memory(estimate: Estimate) -> Table:
     table = _table("Memory of a rank", "ranks", "number", "holds", *KINDS, "allowance", "total", left=1)
     table.columns[2].justify = "left"
-    grouped: dict[tuple[str, ...], list[int]] = {}
-    largest: dict[str, tuple[int, tuple[str, ...]]] = {}
-    for role, ranks, sizes in estimate.equal_ranks:
-        total = int(sizes.sum())
-        cells = [*sizes[: len(KINDS)].tolist(), int(sizes[len(KINDS) :].sum()), total]
-        key = (role.name, *map(size_text, cells))
-        grouped.setdefault(key, []).extend(ranks.tolist())
-        largest[role.name] = max(largest.get(role.name, (0, key)), (total, key), key=lambda pair: pair[0])
-    shown = list(grouped) if len(grouped) <= SHOWN_KINDS else [key for _, key in largest.values()]
-    for key in shown:
-        ranks = sorted(grouped[key])
-        table.add_row(shortened(ranks), f"{len(ranks):,}", *key)
-    if left := len(grouped) - len(shown):
+    schedule = estimate.job.schedule
+    ranks_by_row: dict[tuple[str, ...], list[int]] = {}
+    largest: dict[str, tuple[int, tuple[str, ...]]] = {}  # by role, the largest total and its row
+    sizes = np.column_stack([estimate.memory, estimate.allowance.sum(axis=1), estimate.totals])
+    for rank, rank_sizes in enumerate(sizes.tolist()):
+        name, total = schedule.roles[schedule.role_index[rank]].name, rank_sizes[-1]
+        row = (name, *map(size_text, rank_sizes))
+        ranks_by_row.setdefault(row, []).append(rank)
+        largest[name] = max(largest.get(name, (0, row)), (total, row), key=lambda pair: pair[0])
+    shown = list(ranks_by_row) if len(ranks_by_row) <= SHOWN_KINDS else [row for _, row in largest.values()]
+    for row in shown:
+        ranks = ranks_by_row[row]
+        table.add_row(shortened(ranks), f"{len(ranks):,}", *row)
+    if left := len(ranks_by_row) - len(shown):
         table.caption = f"{left} further kinds of ranks, each smaller than one that is shown and holds the same"
     return table
 

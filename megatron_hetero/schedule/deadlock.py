@@ -5,8 +5,7 @@ eagerly, also for its unbatched point-to-point. The host of a rank issues its ac
 sizes of exchanges between experts): what it issues later begins after that work in any case, on any stream.
 
   * *Work* (a `run`) is on the compute stream. All ranks of a stage, of all replicas, compute it together, because it
-  may
-    communicate: experts exchange tokens over replicas, in step with the computation.
+    may communicate: experts exchange tokens over replicas, in step with the computation.
   * An *operation* is on the stream of its communicator. A batch of point-to-point is one operation.
   * A *stream wait* (in `wait` and `finish`) makes the compute stream wait for the end of an operation.
 

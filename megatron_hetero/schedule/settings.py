@@ -16,7 +16,7 @@ ScheduleKind = Literal["auto", "waves", "recompute", "ahead"]
 
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """How modules take turns. None: chosen from the layouts."""
+    """Settings of how modules take turns. None: chosen from the layouts."""
 
     kind: ScheduleKind = "auto"
     """How encoders that share ranks with the text module run: in `waves`, or with `recompute` (save only the rows, run

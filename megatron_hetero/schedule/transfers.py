@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from megatron_hetero.schedule.actions import Action, irecv, send, wait
 from megatron_hetero.schedule.program import Role, Schedule
@@ -67,16 +68,19 @@ def _hop(schedule: Schedule, message: Action) -> Hop:
 
 
 def _completed(schedule: Schedule, order: Sequence[Action], sent: Mapping[Hop, Sequence[Action]]) -> Iterator[Action]:
+    """Yield the work and crossings of a role in order, with the transfers of its work."""
     queues = {hop: iter(messages) for hop, messages in sent.items()}
     posted: set[Action] = set()
-    following = iter([*[action for action in order if action.op == "run"][1:], None])
+    works = [action for action in order if action.op == "run"]
+    following = dict(pairwise(works))
     for action in order:
         if action.op != "run":
             yield action
             continue
-        for work in (action, next(following)):
-            arriving = work and input_of(schedule, work)
-            while arriving and arriving[0] not in posted:
+        # The receives of this work (only the first work has not posted them yet) and of the next one.
+        for work in (action, following.get(action)):
+            arriving = input_of(schedule, work) if work is not None else None
+            while arriving is not None and arriving[0] not in posted:
                 message = next(queues[_hop(schedule, arriving[0])])
                 posted.add(message)
                 yield message

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megatron_hetero.base.errors import UserError
@@ -44,14 +43,6 @@ def test_stages_hold_the_whole_model_once(make_plan: MakePlan) -> None:
     zeros = vision.layers * pads * (3 * vision.hidden + 2)
     held = sum(of_stage.parameters for of_stage in plan.parameters.values())
     assert pads and held == parameter_count(plan.job.shapes) + zeros
-
-
-def test_every_rank_is_of_one_kind(make_plan: MakePlan) -> None:
-    plan = make_plan(12, "sp:2,dp:2@0-3", "tp:2,pp:2,dp:2@4-11")
-    ranks = np.concatenate([ranks for _, ranks, _ in plan.equal_ranks])
-    assert sorted(ranks.tolist()) == list(range(12))
-    for _, alike, row in plan.equal_ranks:
-        assert (np.hstack([plan.memory, plan.allowance])[alike] == row).all()
 
 
 def test_what_a_setting_is_for_shows_in_the_memory(make_plan: MakePlan) -> None:
