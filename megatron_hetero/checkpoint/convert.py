@@ -217,12 +217,12 @@ def _contents_of(
         if merge:
             raise UserError.at("--merge", problem=f"{folder} has no adapters", fix="remove it")
         return Export(plain, stored_shapes(plain))
+    shapes, saved = with_recorded(plain, record.adapters), record.held(plain)
     # Adapters alone are the same beside any copy of the base, and do not need its weights.
     bases = {setting: each for setting, each in sources.folders.items() if merge or _has_weights(each)}
     old, original = {setting: record.bases.get(setting, "") for setting in bases}, ModelSources.recorded(record.config)
     what = f"the base of the adapters in {folder}"
     require_same_bases(old, fingerprints(bases), bases, original.folders, what, _flag)
-    shapes, saved = with_recorded(plain, record.adapters), record.held(plain)
     tensors = {**added_shapes(shapes), **stored_shapes(shapes)}
     writer = merging_writer
     if not merge:

@@ -75,11 +75,11 @@ class ModelFolders:
         of_encoder = family_of(vision.model_type)
         with sound(hf_path_vision / "config.json"):
             of_encoder.check_encoder(hf_path_vision, vision)
-        own = read_config(hf_path, "model.hf_path", of_encoder)
-        family = family_of(own.model_type)
-        text_alone = own.model_type != family.model_type
+        text = read_config(hf_path, "model.hf_path", of_encoder)
+        family = family_of(text.model_type)
+        text_alone = text.model_type != family.model_type
         with sound(hf_path / "config.json"):
-            config = family.joined(own, vision, text_alone)
+            config = family.joined(text, vision, text_alone)
             family.check_text(hf_path, config)
             width = family.text_shape(config).hidden
         with sound(hf_path_vision / "config.json"):

@@ -163,7 +163,7 @@ def _matching(setting: str, pattern: str, shapes: ModelShapes) -> set[str]:
     if side_by_side and nested and side_by_side != nested:
         raise UserError.at(
             f"{setting} (--{setting})",
-            problem=f"`{pattern}` matches {len(side_by_side)} tensors where folders keep modules side by side "
+            problem=f"`{pattern}` matches {len(side_by_side)} tensors where folders have modules side by side "
             f"(`{min(side_by_side)}`), and {len(nested)} where they nest them (`{nested_name(min(nested))}`)",
             fix="begin it with `model.layers.`, `model.language_model.` or `model.visual.`, or name a module",
         )
