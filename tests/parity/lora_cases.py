@@ -128,9 +128,9 @@ def part_of(name: str) -> str:
     return tower if "merger" not in name else "projector" if tower == "vision" else "detail_projector"
 
 
-def initial(_: Lora, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def initial(_: Lora | None, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Values with which both matrices matter, in place of `Lora.initial`."""
-    scale = 0.3 if name.endswith("lora_B.weight") else 1 / math.sqrt(shape[1])
+    scale = 0.3 if "lora_B" in name else 1 / math.sqrt(shape[1])
     return torch.empty(shape).normal_(generator=generator) * scale
 
 
@@ -167,7 +167,7 @@ def with_peft(oracle: Oracle, choice: Choice) -> dict[str, torch.nn.Parameter]:
         if "lora_" in name:
             # A further encoder's tensors have its name before those that the seed is of.
             with torch.no_grad():
-                parameter.copy_(initial(None, name, tuple(parameter.shape), generator_of(0, name)))  # pyright: ignore[reportArgumentType]
+                parameter.copy_(initial(None, name, tuple(parameter.shape), generator_of(0, name)))
     return found
 
 

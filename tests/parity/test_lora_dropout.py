@@ -35,6 +35,7 @@ from tests.parity.cases import (
     norm_of,
     zero,
 )
+from tests.parity.lora_cases import initial
 from tests.support.matrix import thinned
 from tests.support.oracle import Oracle, stored_name
 from tests.support.pool import Pools
@@ -122,11 +123,6 @@ def patch_ids(tower: Any, sample: int, grids: Tensor) -> list[int]:
         )
         found = [found[unit] for unit in order]
     return [each for unit in found for each in unit]
-
-
-def initial(_: Any, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """B is not zero, so that all gradients are not."""
-    return torch.empty(shape).normal_(generator=generator) * (0.3 if "lora_B" in name else shape[1] ** -0.5)
 
 
 def with_adapters(model: Any, now: Now, everywhere: bool) -> dict[str, nn.Parameter]:

@@ -7,16 +7,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_hetero.models.adapters import Lora
 from megatron_hetero.models.added import generator_of
-from tests.parity import runs
 from tests.parity.cases import (
     BALANCE,
     BUDGET,
@@ -32,6 +29,7 @@ from tests.parity.cases import (
     flags_of,
     zero,
 )
+from tests.parity.lora_cases import gradients, initial
 from tests.support.matrix import thinned
 from tests.support.oracle import Oracle, stored_name
 from tests.support.pool import Pools
@@ -75,17 +73,6 @@ TARGETS = {
 }  # fmt: skip
 
 
-def drawn(_: Any, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """`Lora.initial` with a B that is not zero, so that A has gradients."""
-    return torch.empty(shape).normal_(generator=generator) * (0.3 if "lora_B" in name else 1 / math.sqrt(shape[1]))
-
-
-def gradients(flags: list[str]) -> dict[str, Any]:
-    """See `runs.gradients`."""
-    with mock.patch.object(Lora, "initial", drawn):
-        return runs.gradients(flags)
-
-
 def _adapters(model: Any) -> Iterator[tuple[str, Any, int]]:
     """Yield the A's and B's of `peft` by stored name, and for those of experts their number."""
     for name, module in model.named_modules():
@@ -122,7 +109,7 @@ def ask_peft(oracle: Oracle, targets: Targets, batch: int) -> tuple[float, dict[
     with torch.no_grad():
         for name, parameter, experts in adapters:
             whole = _ours(name, parameter, experts).shape
-            parameter.copy_(_theirs(name, drawn(None, name, tuple(whole), generator_of(0, name)), experts))
+            parameter.copy_(_theirs(name, initial(None, name, tuple(whole), generator_of(0, name)), experts))
     loss, _ = oracle.step(range(batch))
     found = {name: _ours(name, parameter.grad, experts) for name, parameter, experts in adapters}
     visual = {stored_name(n): p.grad for n, p in model.named_parameters() if "visual" in n}
