@@ -39,7 +39,7 @@ from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.mixture import open_held_out, open_mixture
 from megatron_hetero.data.processor import Processor, open_processor
 from megatron_hetero.data.records import Dataset, Reading, Record
-from megatron_hetero.data.sources import parquet
+from megatron_hetero.data.sources import parquet_groups
 from megatron_hetero.data.turns import Turn
 from megatron_hetero.data.validation import IMAGES
 from megatron_hetero.hf.peft_folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -355,7 +355,7 @@ def _run_crafted(good: Path, rng: random.Random, case: Path) -> bool:
             if kind == "turns":
                 _processor(good).tokenize(record)
 
-    with mock.patch.object(parquet, "MAX_GROUP_BYTES", 1 << 28):
+    with mock.patch.object(parquet_groups, "MAX_GROUP_BYTES", 1 << 28):
         refused = _refused(read)
     if (peak := resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 20) > 3:
         raise Odd(f"{peak} GiB of memory")

@@ -16,7 +16,7 @@ from megatron_hetero.config.fields import Pattern
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data import chat, item_fields, tokenizer
 from megatron_hetero.data.records import Dataset
-from megatron_hetero.data.sources import json_files, parquet, patterns, tar_headers
+from megatron_hetero.data.sources import json_files, parquet_groups, patterns, tar_headers
 from megatron_hetero.hf import model_files, peft_patterns
 from megatron_hetero.models.items import video_files
 
@@ -70,8 +70,8 @@ TESTS = {
 
 LIMITS = [
     ("the text of a record", json_files.MAX_TEXT_BYTES, "8 MiB"),
-    ("a row group", parquet.MAX_GROUP_BYTES, "4 GiB"),
-    ("a row group", parquet.MAX_GROUP_ROWS, "16,777,216 rows"),
+    ("a row group", parquet_groups.MAX_GROUP_BYTES, "4 GiB"),
+    ("a row group", parquet_groups.MAX_GROUP_ROWS, "16,777,216 rows"),
     ("a name in a tar", tar_headers._MAX_NAME, "4,096 bytes"),
     ("a conversation", chat.MAX_TURNS, "512 turns"),
     ("a picture in a data URI", item_fields.MAX_DATA_BYTES, "4 MiB"),

@@ -31,7 +31,7 @@ class Place(NamedTuple):
     block: int | None = None
 
 
-class Found(NamedTuple):
+class RawRecord(NamedTuple):
     """A record that was read.
 
     Attributes:
@@ -57,7 +57,7 @@ class Format(Protocol):
         """
         ...
 
-    def read(self, file: StoredFile, columns: Arrays, numbers: range) -> Iterator[Found]:
+    def read(self, file: StoredFile, columns: Arrays, numbers: range) -> Iterator[RawRecord]:
         """Yield consecutive records, numbered from 0, of a file with these columns. Raises as `scan`."""
         ...
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_hetero.base.contents import StoredFile, is_url
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed
+from megatron_hetero.data.sources.formats import Arrays, Columns, Place, RawRecord, changed
 
 BOM = b"\xef\xbb\xbf"
 """Byte order mark, which some programs write before a text."""
@@ -77,7 +77,7 @@ class JsonFiles:
                 opened.seek(0)
                 yield from _scan_lines(opened, columns, size)
 
-    def read(self, file: StoredFile, columns: Arrays, numbers: range) -> Iterator[Found]:
+    def read(self, file: StoredFile, columns: Arrays, numbers: range) -> Iterator[RawRecord]:
         """See `Format.read`."""
         chosen = slice(numbers.start, numbers.stop)
         starts, sizes = columns["starts"][chosen].tolist(), columns["sizes"][chosen].tolist()
@@ -85,7 +85,7 @@ class JsonFiles:
         for number, start, size, line in zip(numbers, starts, sizes, lines, strict=True):
             where = f"{file.name}:{line}" if line else f"{file.name} record {number + 1}"
             if size > MAX_TEXT_BYTES:
-                yield Found(_too_long(where, "a line" if line else "a record"), where)
+                yield RawRecord(_too_long(where, "a line" if line else "a record"), where)
                 continue
             raw = file.read(start, size)
             try:
@@ -94,7 +94,7 @@ class JsonFiles:
                 if len(raw) < size:
                     raise changed(where) from None
                 value = _fault(error, file, start, line, where)
-            yield Found(value, where)
+            yield RawRecord(value, where)
 
     def read_ahead(self, file: StoredFile, columns: Arrays, numbers: np.ndarray) -> None:
         """Nothing: records are small, and items are in other files."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_hetero.base.contents import Part, StoredFile, is_url
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed
+from megatron_hetero.data.sources.formats import Arrays, Columns, Place, RawRecord, changed
 from megatron_hetero.data.sources.json_files import MAX_TEXT_BYTES
 from megatron_hetero.data.sources.tar_headers import BLOCK, Member, is_header_of, quoted_name, tar_members
 from megatron_hetero.data.sources.tar_records import TEXTS, decoded, with_defaults
@@ -49,7 +49,7 @@ class TarFiles:
             fix = "name them such as 0001.jpg and 0001.json, or remove the file"
             raise UserError.at(file, problem="no samples", because=because, fix=fix)
 
-    def read(self, file: StoredFile, columns: Arrays, numbers: range) -> Iterator[Found]:
+    def read(self, file: StoredFile, columns: Arrays, numbers: range) -> Iterator[RawRecord]:
         """See `Format.read`."""
         for key, members in _samples(columns, numbers):
             where = f"{file.name}: {key}"
@@ -63,7 +63,7 @@ class TarFiles:
                 value = self._record({part: decoded(each, part, where) for part, each in raw.items()}, where)
             except UserError as error:
                 value = error
-            yield Found(value, where)
+            yield RawRecord(value, where)
 
     def read_ahead(self, file: StoredFile, columns: Arrays, numbers: np.ndarray) -> None:
         """Have the system read these samples, if the file is on this machine."""

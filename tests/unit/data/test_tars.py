@@ -27,7 +27,7 @@ from megatron_hetero.config.fields import Pattern
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.records import Dataset, Reading
 from megatron_hetero.data.sources import tar_headers
-from megatron_hetero.data.sources.formats import Arrays, Columns, Found
+from megatron_hetero.data.sources.formats import Arrays, Columns, RawRecord
 from megatron_hetero.data.sources.json_files import MAX_TEXT_BYTES
 from megatron_hetero.data.sources.tars import TarFiles
 from megatron_hetero.data.turns import Turn
@@ -60,7 +60,7 @@ def scanned(path: Path | str) -> tuple[int, Arrays]:
     return samples, {name: np.frombuffer(column, kinds[name]) for name, column in columns.items()}
 
 
-def records(path: Path | str, format: TarFiles | None = None) -> list[Found]:
+def records(path: Path | str, format: TarFiles | None = None) -> list[RawRecord]:
     """All records of a file."""
     samples, columns = scanned(path)
     return list((format or TarFiles()).read(StoredFile(str(path)), columns, range(samples)))
