@@ -19,6 +19,7 @@ from megatron_hetero.base.errors import UserError, blaming, printable, quoted, r
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.item_fields import ItemField, ItemRef, label_of
 from megatron_hetero.data.keys import MAX_NAMES
+from megatron_hetero.data.sources.energon import open_energon
 from megatron_hetero.data.sources.formats import Opened
 from megatron_hetero.data.sources.index import Blocks, Indexer
 from megatron_hetero.data.sources.json_files import JsonFiles
@@ -273,8 +274,6 @@ def _open_files(entry: DatasetConfig, setting: str, items: Sequence[str]) -> Ope
         is_folder = not is_url(pattern) and Path(pattern).is_dir()
         chosen = "energon" if is_folder else _SUFFIXES.get(Path(pattern).suffix.lower(), "json")
     if chosen == "energon":
-        from megatron_hetero.data.sources.energon import open_energon  # Some builds of Python have no SQLite.
-
         return open_energon(Path(pattern), entry, f"{setting}.files")
     format = JsonFiles()
     if chosen == "parquet":

@@ -134,7 +134,7 @@ def test_the_limits_are_those_of_the_code() -> None:
         [row] = [row for row in rows if row.startswith(begin)]
         assert text in row and _value(text.rstrip(", of")) == value, (begin, row)
     others = [row for row in rows if not row.startswith(tuple(begin for begin, *_ in LIMITS))]
-    assert [row.partition(" |")[0] for row in others] == ["what", "Energon's `index.sqlite`"]  # Of test_broken_folders.
+    assert [row.partition(" |")[0] for row in others] == ["what"]
 
 
 def test_files_that_a_user_names_may_be_links(tmp_path: Path) -> None:

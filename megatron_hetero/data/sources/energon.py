@@ -1,9 +1,10 @@
 """Folders that Energon has prepared: tars of samples, and what their folder `.nv-meta` says of them.
 
 - `split.yaml` or `split.json`: the tars of each split, and what is excluded;
-- `.info.json` or `.info.yaml`: the tars by number, with the samples in each;
-- `index.sqlite`: where each part is, so that tars need not be scanned;
-- `dataset.yaml`: which part is which field of a sample. Code that it names is never run.
+- `.info.json` or `.info.yaml`: how many samples each tar has;
+- `dataset.yaml`: which member of a sample is which of its fields. Code that it names is never run.
+
+Tars are scanned as those of WebDataset; Energon's own index, `index.sqlite`, is not read.
 """
 
 from __future__ import annotations
@@ -11,27 +12,24 @@ from __future__ import annotations
 import json
 import os
 import re
-import sqlite3
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
-from urllib.parse import quote
 
 import yaml
 
 from megatron_hetero.base.contents import Part, StoredFile, is_url
 from megatron_hetero.base.errors import MAX_QUOTED, UserError, in_short, listed, quoted, reason, truncated
-from megatron_hetero.base.files import open_regular, read_text, resolved
+from megatron_hetero.base.files import read_text, resolved
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.item_fields import kind
 from megatron_hetero.data.sources.formats import Columns, Opened, Place
 from megatron_hetero.data.sources.json_files import MAX_TEXT_BYTES
 from megatron_hetero.data.sources.mapping import value_at
-from megatron_hetero.data.sources.patterns import MAX_NAME, with_braces_expanded
-from megatron_hetero.data.sources.tar_headers import BLOCK, Member, require_tar, tar_members
+from megatron_hetero.data.sources.patterns import with_braces_expanded
+from megatron_hetero.data.sources.tar_headers import Member, tar_members
 from megatron_hetero.data.sources.tar_records import decoded_json, form_of
 from megatron_hetero.data.sources.tars import TarFiles, collect
 from megatron_hetero.data.validation import FORMS
@@ -51,23 +49,15 @@ _OPTIONAL = ("imgs", "videos")
 _PICKLED = ("jpgs", "mp4s", "videos", "pickle", "pkl", "pyd")
 _KEYS = re.compile(r"[^\[\]]+")
 _PATH = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
-# In the order of Energon's own indexes, or of the rows: nothing is sorted, and no index built, in memory or on disk.
-_PARTS = """
-    SELECT s.sample_key, p.part_name, p.content_byte_offset, p.content_byte_size
-    FROM sample_parts p {sample_parts} CROSS JOIN samples s {samples}
-    ON s.tar_file_id = p.tar_file_id AND s.sample_index = p.sample_index WHERE p.tar_file_id = ?
-"""
-_ORDERED = {"samples": "idx_samples_by_tar_and_idx", "sample_parts": "idx_sample_parts_seq"}
-_META = (".info.json", ".info.yaml", "split.yaml", "split.json", "dataset.yaml", "index.sqlite")
+_META = (".info.json", ".info.yaml", "split.yaml", "split.json", "dataset.yaml")
 
 Paths: TypeAlias = tuple[tuple[str, ...], ...]
 """Alternatives: the name of a part, and keys in its value."""
 
 
 class Shard(NamedTuple):
-    """A tar: its number in the index, the number of its samples, and the keys of those that are excluded."""
+    """A tar: the number of its samples, and the keys of those that are excluded."""
 
-    number: int
     samples: int
     excluded: tuple[str, ...] = ()
 
@@ -79,22 +69,19 @@ class EnergonTars(TarFiles):
 
     Attributes:
         shards: by names of files.
-        index: where parts are; None if that is not stored.
         paths: where the fields of a sample are.
     """
 
     shards: Mapping[str, Shard] = field(default_factory=dict)
-    index: Path | None = None
     paths: Mapping[str, Paths] = field(default_factory=dict)
 
     def scan(self, file: StoredFile, columns: Columns) -> Iterator[Place]:
         """See `Format.scan`."""
         shard, whole = self.shards[file.name], int(file.version()[1])
-        members = tar_members(file, whole) if self.index is None else _indexed(self.index, file, whole, shard.number)
         excluded, left_out = {key.encode("utf-8", "backslashreplace") for key in shard.excluded}, set[bytes]()
 
         def wanted() -> Iterator[Member]:
-            for member in members:
+            for member in tar_members(file, whole):
                 if member.key in excluded:
                     left_out.add(member.key)
                 else:
@@ -125,9 +112,6 @@ class EnergonTars(TarFiles):
             record = {name: value for name, value in record.items() if name not in FORMS} | {form_of(turns): turns}
         return record | {"field_map": found} if found else record
 
-    def _moved(self, where: str) -> UserError:
-        return super()._moved(where) if self.index is None else _wrong_index(where)
-
 
 def open_energon(folder: Path, entry: DatasetConfig, setting: str) -> Opened:
     """The tars of a split of a folder, and the mapping that its `dataset.yaml` means. Raises `UserError`."""
@@ -140,17 +124,16 @@ def open_energon(folder: Path, entry: DatasetConfig, setting: str) -> Opened:
         raise UserError.at(setting, problem=problem, fix=fix)
     _require_inside(folder, (f"{meta.name}/{name}" for name in _META))
     counts = _counts(meta)
-    numbers = {name: number for number, name in enumerate(counts)}
     shards = {}
     split = _split(meta, entry.split, setting)
     _require_inside(folder, split)
     for name, excluded in split.items():
-        if name not in numbers:
+        if name not in counts:
             problem = f"it does not have {quoted(name)} of split {entry.split!r}"
             raise UserError.at(meta / ".info.json", problem=problem, fix=_PREPARE)
-        shards[str(folder / name)] = Shard(numbers[name], counts[name], excluded)
+        shards[str(folder / name)] = Shard(counts[name], excluded)
     paths, own = ({}, {}) if entry.fields else _field_map(meta, setting)
-    format = EnergonTars(bool(entry.fields or paths), shards, _index(meta / "index.sqlite"), paths)
+    format = EnergonTars(bool(entry.fields or paths), shards, paths)
     return format, tuple(map(StoredFile, shards)), own
 
 
@@ -214,7 +197,7 @@ def _names(value: Any, where: object) -> list[str]:
 
 
 def _counts(meta: Path) -> dict[str, int]:
-    """The samples of each tar, in the order of their numbers."""
+    """The number of samples of each tar."""
     path, info = _loaded(meta / ".info.json", meta / ".info.yaml")
     counts = _mapping(info.get("shard_counts"), f"{path}: shard_counts")
     for name, count in counts.items():
@@ -246,70 +229,6 @@ def _split(meta: Path, split: str, setting: str) -> dict[str, tuple[str, ...]]:
     if not left:
         raise UserError.at(path, problem=f"all tars of split {split!r} are excluded", fix="correct the split")
     return left
-
-
-# ------------------------------------------------------------------------------------------------------ the index
-
-
-def _wrong_index(where: object) -> UserError:
-    because = "the tars may have been packed anew since"
-    return UserError.at(where, problem="not what index.sqlite of .nv-meta says", because=because, fix=_PREPARE)
-
-
-@contextmanager
-def _database(path: Path) -> Generator[sqlite3.Connection]:
-    """The database, with limits of texts and of work. Inside, its errors are raised as `UserError`s."""
-    try:
-        # Four steps of SQLite per byte, in ticks of 10,000: a row takes some twenty bytes, and thirty steps.
-        ticks = iter(range(100 + path.stat().st_size // 2500))
-        with closing(sqlite3.connect(f"file:{quote(os.fsencode(path))}?mode=ro&immutable=1", uri=True)) as database:
-            database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_NAME)
-            database.set_progress_handler(lambda: next(ticks, None) is None, 10_000)
-            database.execute("PRAGMA trusted_schema = OFF")
-            yield database
-    except (sqlite3.Error, UnicodeDecodeError) as error:
-        is_endless = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_INTERRUPT
-        why = "more steps than tables of this size need" if is_endless else in_short(error)
-        raise UserError.at(path, problem=f"cannot be read ({why})", fix=_PREPARE) from None
-
-
-def _index(path: Path) -> Path | None:
-    """The index if it has the places of parts, which older ones do not. Raises `UserError`."""
-    try:
-        open_regular(path).close()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UserError.at(path, problem=f"cannot be read ({reason(error)})", fix=_PREPARE) from None
-    with _database(path) as database:
-        tables = dict(database.execute(f"SELECT name, sql FROM sqlite_master WHERE name IN {tuple(_ORDERED)}"))
-        for name, definition in tables.items():
-            is_generated = any(column[-1] for column in database.execute(f"PRAGMA table_xinfo({name})"))
-            if is_generated or not str(definition).startswith("CREATE TABLE "):
-                found, expected = quoted(str(definition)), "a plain table, without computed columns"
-                raise UserError.at(path, found=found, expected=expected, fix=_PREPARE)
-    return path if len(tables) == len(_ORDERED) else None
-
-
-def _indexed(index: Path, file: StoredFile, whole: int, number: int) -> Iterator[Member]:
-    """Yield the parts in a tar file of `whole` bytes, as the index has them. Raises `UserError`."""
-    require_tar(file, file.read(0, BLOCK))
-    end = 0
-    with _database(index) as database:
-        indexes = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'index'")}
-        order = {name: f"INDEXED BY {own}" if own in indexes else "NOT INDEXED" for name, own in _ORDERED.items()}
-        for row in database.execute(_PARTS.format(**order), (number,)):
-            if [type(value) for value in row] != [str, str, int, int]:
-                expected = "a key, the name of a part, and two numbers"
-                raise UserError.at(index, found=", ".join(map(kind, row)), expected=expected, fix=_PREPARE)
-            key, part, start, size = row
-            # Each has a header of its own before it, and before that one for a name that is too long for it.
-            name = f"{key}.{part}".encode()
-            room = BLOCK + (len(name) if len(name) > 256 else 0)
-            if start % BLOCK or start < end + room or not 0 <= size <= whole - start:
-                raise _wrong_index(f"{file}: {quoted(key)} part {quoted(part)}")
-            end = start + -(-size // BLOCK) * BLOCK
-            yield Member(key.encode(), part.encode(), start, size)
 
 
 # ----------------------------------------------------------------------------------------------- fields of samples

@@ -77,10 +77,6 @@ class TarFiles:
         """The record of a sample with these parts. Raises `UserError`."""
         return with_defaults(parts, where, self.mapped)
 
-    def _moved(self, where: str) -> UserError:
-        """The error for a part that is not where the columns say."""
-        return changed(where)
-
     def _text(self, file: StoredFile, key: str, part: str, start: int, size: int) -> bytes | int:
         """The bytes of a part, or their number if there are too many. Raises `UserError` if another part is there."""
         if size > MAX_TEXT_BYTES:
@@ -90,7 +86,7 @@ class TarFiles:
         first = max(0, start - BLOCK - _BEFORE)
         before = partial(file.read, first, start - BLOCK - first)
         if len(raw) < BLOCK + size or not is_header_of(raw[:BLOCK], f"{key}.{part}", size, before):
-            raise self._moved(f"{file.name}: {key} part {part}")
+            raise changed(f"{file.name}: {key} part {part}")
         return raw[BLOCK:]
 
 
