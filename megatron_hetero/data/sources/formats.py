@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from megatron_hetero.base.contents import StoredFile
+from megatron_hetero.base.contents import StoredFile, is_url
 from megatron_hetero.base.errors import UserError
 
 Columns: TypeAlias = "dict[str, array[int] | bytearray]"
@@ -73,6 +75,15 @@ def finished(column: array[int] | bytearray | None) -> np.ndarray:
     """The column as an array, int64 or uint8 [entries]; empty if there is none."""
     kind = np.uint8 if isinstance(column, bytearray) else np.int64
     return np.frombuffer(column, kind) if column else np.zeros(0, kind)
+
+
+def prefetch(file: StoredFile, ranges: Iterable[tuple[int, int]]) -> None:
+    """Have the system read ranges of bytes, start and stop, in the background, if the file is on this machine."""
+    if is_url(file.name) or not hasattr(os, "posix_fadvise"):
+        return
+    with contextlib.suppress(OSError), file.open() as opened:
+        for start, stop in ranges:
+            os.posix_fadvise(opened.fileno(), start, stop - start, os.POSIX_FADV_WILLNEED)
 
 
 def changed(where: str) -> UserError:

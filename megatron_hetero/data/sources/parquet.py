@@ -11,7 +11,6 @@ import io
 import re
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import repeat
@@ -23,7 +22,7 @@ from megatron_hetero.base.contents import InMemory, StoredFile, Version
 from megatron_hetero.base.errors import UserError, in_short, listed
 from megatron_hetero.data.keys import FORMS, REFUSED
 from megatron_hetero.data.sources import parquet_groups as groups
-from megatron_hetero.data.sources.formats import Arrays, Columns, Place, RawRecord, changed
+from megatron_hetero.data.sources.formats import Arrays, Columns, Place, RawRecord, changed, prefetch
 from megatron_hetero.data.sources.json_files import MAX_TEXT_BYTES
 from megatron_hetero.data.sources.mapping import keys_of, known_fields
 from megatron_hetero.data.sources.parquet_groups import Column, Footer, Group, GroupCache, Table, Tree
@@ -103,7 +102,6 @@ class ParquetFiles:
         paths = tuple((name, keys_of(path)) for name, path in fields.items())
         names = frozenset(known_fields(items)).union(name for level, name in REFUSED if level == "record")
         self._wanted = _Wanted(paths, names.difference(fields))
-        self._background = ThreadPoolExecutor(1, "read ahead")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ParquetFiles, self._arguments
@@ -135,8 +133,12 @@ class ParquetFiles:
             row = end
 
     def read_ahead(self, file: StoredFile, columns: Arrays, numbers: np.ndarray) -> None:
-        """See `Format.read_ahead`. Loads row groups in the background, into at most half of the cache."""
-        self._background.submit(self._load_ahead, file, numbers)
+        """See `Format.read_ahead`. Prefetches the row groups of these records."""
+        with contextlib.suppress(UserError, OSError):  # Whoever reads meets the error again.
+            footer = self._footer(file)
+            chosen = dict.fromkeys((np.searchsorted(footer.starts, numbers, side="right") - 1).tolist())
+            leaves = [leaf for column in footer.columns for leaf in column.leaves]
+            prefetch(file, (footer.group(number).place(leaf) for number in chosen for leaf in leaves))
 
     def unread(self, file: StoredFile) -> list[str]:
         """Columns of a file that are not read. Raises `UserError`, `OSError`."""
@@ -164,29 +166,17 @@ class ParquetFiles:
     def _footer(self, file: StoredFile) -> Footer:
         return _read_footer(file, file.version(), self._wanted)
 
-    def _texts(self, group: Group, ahead: bool = False) -> _Texts | None:
-        """The texts of a row group; None if they are to be loaded ahead, and there is no room."""
-        return _TEXT_CACHE.get(group, "", group.texts, partial(_load_texts, group), ahead)
+    def _texts(self, group: Group) -> _Texts:
+        """The texts of a row group."""
+        return _TEXT_CACHE.get(group, "", group.texts, partial(_load_texts, group))
 
-    def _whole(self, group: Group, column: Column, ahead: bool = False) -> Table:
-        """The table of a column with items; None as for texts."""
-        return _CACHE.get(group, column.name, column.leaves, partial(groups.load, group, column.leaves), ahead)
-
-    def _load_ahead(self, file: StoredFile, numbers: np.ndarray) -> None:
-        with contextlib.suppress(Exception):  # Whoever reads meets the error again.
-            footer = self._footer(file)
-            for number in dict.fromkeys((np.searchsorted(footer.starts, numbers, side="right") - 1).tolist()):
-                group = footer.group(number)
-                if self._texts(group, ahead=True) is None:
-                    return
-                for column in footer.columns:
-                    if column.tree is not None:
-                        self._whole(group, column, ahead=True)
+    def _whole(self, group: Group, column: Column) -> Table:
+        """The table of a column with items."""
+        return _CACHE.get(group, column.name, column.leaves, partial(groups.load, group, column.leaves))
 
     def _records(self, group: Group, rows: range) -> Iterator[RawRecord]:
         """Consecutive records of a row group."""
         texts = self._texts(group)
-        assert texts is not None, "loaded by this call if need be"
         columns = dict(zip(texts.table.column_names, texts.table.columns, strict=True))
         columns |= {column.name: self._whole(group, column).column(0) for column in texts.unclear}
         for start in range(rows.start, rows.stop, BATCH_ROWS):

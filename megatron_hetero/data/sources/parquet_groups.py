@@ -127,6 +127,12 @@ class Group(NamedTuple):
         """The footer's figures about a leaf."""
         return self.footer.metadata.row_group(self.number).column(leaf.number)
 
+    def place(self, leaf: Leaf) -> tuple[int, int]:
+        """Where a leaf is in the file: start and stop in bytes."""
+        chunk = self.chunk(leaf)
+        start = min(at for at in (chunk.data_page_offset, chunk.dictionary_page_offset) if at and at > 0)
+        return start, start + chunk.total_compressed_size
+
     def size(self, leaves: Sequence[Leaf]) -> int:
         """Decoded bytes of leaves, as the footer says."""
         return sum(self.chunk(leaf).total_uncompressed_size for leaf in leaves)
@@ -264,10 +270,9 @@ def load(group: Group, leaves: Sequence[Leaf]) -> Table:
     chunks = dict[int, bytes]()
     with _reading(group), group.footer.file.open() as opened:
         for leaf in leaves:
-            chunk = group.chunk(leaf)
-            start = min(at for at in (chunk.data_page_offset, chunk.dictionary_page_offset) if at and at > 0)
+            start, stop = group.place(leaf)
             opened.seek(start)
-            chunks[start] = opened.read(chunk.total_compressed_size)
+            chunks[start] = opened.read(stop - start)
         rows, by_dictionary = _batch_rows(group, leaves, chunks.values())
         table = pa.Table.from_batches(list(_batches(opened, chunks, group, leaves, rows, by_dictionary)))
     if table.num_rows != group.rows:
@@ -460,10 +465,10 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 class _Entry:
-    """Columns of a row group, which one thread loads. `is_ahead`: nobody has asked for them yet."""
+    """Leaves of a row group, which one thread loads, and their bytes, as the footer says until they are loaded."""
 
-    def __init__(self, size: int, is_ahead: bool) -> None:
-        self.loaded, self.size, self.is_ahead = Future[Any](), size, is_ahead
+    def __init__(self, size: int) -> None:
+        self.loaded, self.size = Future[Any](), size
 
 
 class GroupCache:
@@ -475,21 +480,14 @@ class GroupCache:
         self._limit, self._lock = limit, threading.Lock()
         self._entries = OrderedDict[tuple[Hashable, str], _Entry]()
 
-    def get(self, group: Group, name: str, leaves: Sequence[Leaf], load: Callable[[], Any], ahead: bool = False) -> Any:
-        """What `load` returns for these leaves of a row group: loaded once, by one thread, while others wait. None if
-        it is requested `ahead` of its use, and all such requests that are not used yet would exceed half of the cache.
-        """
+    def get(self, group: Group, name: str, leaves: Sequence[Leaf], load: Callable[[], Any]) -> Any:
+        """What `load` returns for these leaves of a row group: loaded once, by one thread, while others wait."""
         key = group.key, name
         with self._lock:
             entry = self._entries.get(key)
             is_new = entry is None
             if entry is None:
-                unused = sum(each.size for each in self._entries.values() if each.is_ahead)
-                entry = _Entry(group.size(leaves), ahead)
-                if ahead and unused + entry.size > self._limit // 2:
-                    return None
-                self._entries[key] = entry
-            entry.is_ahead &= ahead
+                entry = self._entries[key] = _Entry(group.size(leaves))
             self._entries.move_to_end(key)
         if is_new:
             self._load(key, entry, load)

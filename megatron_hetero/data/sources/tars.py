@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hetero.base.contents import Part, StoredFile, is_url
+from megatron_hetero.base.contents import Part, StoredFile
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.data.sources.formats import Arrays, Columns, Place, RawRecord, changed
+from megatron_hetero.data.sources.formats import Arrays, Columns, Place, RawRecord, changed, prefetch
 from megatron_hetero.data.sources.json_files import MAX_TEXT_BYTES
 from megatron_hetero.data.sources.tar_headers import BLOCK, Member, is_header_of, quoted_name, tar_members
 from megatron_hetero.data.sources.tar_records import TEXTS, decoded, with_defaults
@@ -66,12 +64,9 @@ class TarFiles:
             yield RawRecord(value, where)
 
     def read_ahead(self, file: StoredFile, columns: Arrays, numbers: np.ndarray) -> None:
-        """Have the system read these samples, if the file is on this machine."""
-        if is_url(file.name) or not len(numbers) or not hasattr(os, "posix_fadvise"):
-            return
-        with contextlib.suppress(OSError), file.open() as opened:
-            for start, stop in _ranges(columns, numbers).tolist():
-                os.posix_fadvise(opened.fileno(), start, stop - start, os.POSIX_FADV_WILLNEED)
+        """See `Format.read_ahead`. Prefetches the members of these samples."""
+        if len(numbers):
+            prefetch(file, _ranges(columns, numbers).tolist())
 
     def _record(self, parts: dict[str, Any], where: str) -> dict[str, Any]:
         """The record of a sample with these parts. Raises `UserError`."""

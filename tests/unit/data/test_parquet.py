@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import pickle
 import re
 import struct
@@ -86,10 +87,6 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(parquet_groups, "load", noted)
     return found
-
-
-def wait_for(files: ParquetFiles) -> None:
-    files._background.submit(lambda: None).result()
 
 
 # -------------------------------------------------------------------------------------------- records and items
@@ -420,32 +417,17 @@ def test_an_error_of_loading_reaches_all_threads_and_is_forgotten() -> None:
     assert cache.get(group, "", (), lambda: np.zeros(3)).tolist() == [0, 0, 0]
 
 
-def test_read_ahead_fills_half_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet, "_CACHE", GroupCache(100_000))  # Four row groups.
+def test_row_groups_are_prefetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, files = groups_of_items(tmp_path / "a.parquet"), ParquetFiles({})
-    _, columns = scanned(file, files)
-    noted = loads(monkeypatch)
-    files.read_ahead(file, columns, np.array([5, 4, 2, 0, 7]))
-    wait_for(files)
-    ahead = ["answer 2", "image.path 2", "image.bytes 2", "image.path 2"]
-    ahead += [leaf.replace("2", "1") for leaf in ahead]
-    assert noted[:8] == ahead and not [leaf for leaf in noted if leaf.startswith("image.bytes") and leaf not in ahead]
-    # What is used makes room for more.
-    del noted[:]
-    opened(next(files.read(file, columns, range(4, 5))).value)
-    files.read_ahead(file, columns, np.array([2, 6]))
-    wait_for(files)
-    assert "image.bytes 3" in noted and "image.bytes 2" not in noted
-
-
-def test_read_ahead_leaves_errors_to_those_who_read(tmp_path: Path) -> None:
-    file, files = groups_of_items(tmp_path / "a.parquet"), ParquetFiles({})
-    _, columns = scanned(file, files)
+    footer, noted = pq.read_metadata(file.name), list[tuple[int, int]]()
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, start, size, advice: noted.append((start, size)))
+    files.read_ahead(file, {}, np.array([5, 4, 2]))
+    chunks = [footer.row_group(group).column(k) for group in (2, 1) for k in range(footer.num_columns)]
+    starts = [chunk.dictionary_page_offset or chunk.data_page_offset for chunk in chunks]
+    assert noted == list(zip(starts, [chunk.total_compressed_size for chunk in chunks], strict=True))
+    # Whoever reads meets the error.
     Path(file.name).write_bytes(b"PAR1" + bytes(1000))
-    files.read_ahead(file, columns, np.array([0]))
-    wait_for(files)
-    with pytest.raises(UserError, match="cannot be read"):
-        next(files.read(file, columns, range(1)))
+    files.read_ahead(file, {}, np.array([0]))
 
 
 # -------------------------------------------------------------------------------------------------- damaged files

@@ -167,7 +167,6 @@ def test_a_store(memory_store: MemoryStore) -> None:
     memory_store.pipe("/tars/a.tar", pack([("a.jpg", "picture"), ("a.txt", "text")]))
     [(value, where)] = records("s3://tars/a.tar")
     assert value["txt"] == "text" and raw(value["jpg"]) == b"picture" and where == "s3://tars/a.tar: a"
-    TarFiles().read_ahead(StoredFile("s3://tars/a.tar"), {}, np.array([0]))
 
 
 def test_a_scan_takes_little_memory(write: Write) -> None:
