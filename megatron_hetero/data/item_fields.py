@@ -16,11 +16,27 @@ from megatron_hetero.base.contents import Content, InMemory
 from megatron_hetero.base.errors import UserError, quoted
 from megatron_hetero.models.items.types import Modality
 
+
+class Names(NamedTuple):
+    """Names of a modality in data sets: plural of its field, type of an entry of a chat message with a URL, and
+    suffixes of files.
+    """
+
+    plural: str
+    url: str
+    suffixes: tuple[str, ...]
+
+
 FRAME_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".jp2", ".avif")
 """A list of files with these suffixes is one video."""
-
-PLURALS = {"image": "images", "video": "videos"}
-"""Fields of the encoder `vision`, and their other names."""
+NAMES: Mapping[Modality, Names] = {
+    "image": Names("images", "image_url", (*FRAME_SUFFIXES, ".gif")),
+    "video": Names("videos", "video_url", (".mp4", ".webm", ".mkv", ".mov", ".avi", ".mpg", ".mpeg", ".m4v")),
+}
+"""The modalities of the encoder `vision`. Their fields have the names of the modalities, or the plurals."""
+PLURALS: Mapping[str, str] = {modality: names.plural for modality, names in NAMES.items()}
+ITEM_TYPES: Mapping[str, str] = {names.url: modality for modality, names in NAMES.items()}
+"""Fields of items by types of entries of a chat message, besides the names of the fields themselves."""
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 """What is no value. Files in columns write all fields in all records."""
 _MOST, _RATES = 1e9, (1e-3, 1000)

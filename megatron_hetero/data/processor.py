@@ -35,7 +35,7 @@ from megatron_hetero.data.tokenizer import (
 from megatron_hetero.data.validation import item_fields
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.folders import VISION_FOLDER, ModelFolders, read_config
-from megatron_hetero.models.items.types import Block, ItemReader, ItemType, Piece, Size
+from megatron_hetero.models.items.types import ItemReader, ItemType, Piece, RowBlock, Size
 from megatron_hetero.models.registry import family_of
 
 # Marks of boxes and object names, which grounding data has in answers.
@@ -173,7 +173,7 @@ class Processor:
             record=record,
         )
 
-    def _shown(self, token_id: int, blocks: Sequence[Block]) -> np.ndarray:
+    def _shown(self, token_id: int, blocks: Sequence[RowBlock]) -> np.ndarray:
         """All tokens of an item with these blocks."""
         parts = [np.zeros(0, np.int64)]
         for block in blocks:

@@ -26,7 +26,18 @@ from typing import Any, NamedTuple
 import msgspec
 
 from megatron_hetero.base.errors import UserError, quoted
-from megatron_hetero.data.item_fields import EMPTY, SETTINGS, ItemField, ItemRef, items_of, kind, with_settings, wrong
+from megatron_hetero.data.item_fields import (
+    EMPTY,
+    ITEM_TYPES,
+    PLURALS,
+    SETTINGS,
+    ItemField,
+    ItemRef,
+    items_of,
+    kind,
+    with_settings,
+    wrong,
+)
 from megatron_hetero.data.keys import FORMS, READ, THOUGHTS, WEIGHTS, unread
 from megatron_hetero.data.turns import ChatRole, Content, Turn
 from megatron_hetero.models.items.types import Modality
@@ -46,8 +57,6 @@ _TEXTS = {"conversations": ("value",), "messages": ("content",), "texts": ("user
 """Keys of the texts of turns, in turn, by form."""
 _EXAMPLES = {"conversations": '[{"from": "human", "value": ...}, ...]', "texts": '[{"user": ..., "assistant": ...}]',
              "messages": '[{"role": "user", "content": ...}, ...]'}  # fmt: skip
-_PARTS = {"image_url": "image", "video_url": "video"}
-"""Fields of items by types of parts, besides their own."""
 
 
 class Parsed(NamedTuple):
@@ -103,7 +112,7 @@ def validate_record(
         return _place(where, form, numbers[k])
 
     _check_order(turns, place)
-    if not has_videos and (name := next((name for name in ("video", "videos") if value.get(name)), None)):
+    if not has_videos and (name := next((name for name in ("video", PLURALS["video"]) if value.get(name)), None)):
         raise _no_videos(f"{where}: field '{name}'")
     own = {field: items_of(value, field, where, folder) for field in fields}
     mark = video_placeholder if value.get("video") and not value.get("image") else "<video>"
@@ -212,17 +221,17 @@ def _part(
     if isinstance(part, str):
         return part
     given, fields = part if isinstance(part, dict) else {}, {field.name: field for field in own}
-    name = given.get("type") or next((key for key in ("text", *fields, *_PARTS) if given.get(key) is not None), "")
+    name = given.get("type") or next((key for key in ("text", *fields, *ITEM_TYPES) if given.get(key) is not None), "")
     if name == "text":
         ignored += unread(given, "part", ("type", "text"), place)
         if not isinstance(given.get("text"), str):
             raise wrong(f"{place}: field 'text'", kind(given.get("text")), "a text", "write it, or remove the part")
         return given["text"]
-    field = fields.get(_PARTS.get(name, name)) if isinstance(name, str) else None
+    field = fields.get(ITEM_TYPES.get(name, name)) if isinstance(name, str) else None
     if field is None:
         found = f"a part of type {quoted(name)}" if given and isinstance(name, str) else kind(part)
         fix = "write it as one of these, or remove the part"
-        raise wrong(place, found, f"parts of type {', '.join(['text', *fields, *_PARTS])}", fix)
+        raise wrong(place, found, f"parts of type {', '.join(['text', *fields, *ITEM_TYPES])}", fix)
     if isinstance(given.get(name), dict):  # {"type": "image_url", "image_url": {"url": ...}}
         given = {**given, name: None, **given[name]}
     ignored += unread(given, "part", (name, field.name, *READ["part"], *field.settings), place)

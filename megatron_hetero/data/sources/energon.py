@@ -1,8 +1,8 @@
-"""Folders that Energon has prepared: tars of samples, and what their folder `.nv-meta` says of them.
+"""Folders that Energon has prepared: tars of samples, described by files in the folder `.nv-meta`.
 
-- `split.yaml` or `split.json`: the tars of each split, and what is excluded;
+- `split.yaml` or `split.json`: the tars of each split, and the excluded tars and samples;
 - `.info.json` or `.info.yaml`: how many samples each tar has;
-- `dataset.yaml`: which member of a sample is which of its fields. Code that it names is never run.
+- `dataset.yaml`: which member of a tar is which field of a sample. Code that it names is never run.
 
 Tars are scanned as those of WebDataset; Energon's own index, `index.sqlite`, is not read.
 """
@@ -35,7 +35,7 @@ from megatron_hetero.data.sources.tars import TarFiles, collect
 from megatron_hetero.data.validation import FORMS
 
 MAX_META_BYTES = 1 << 26
-"""Limit of each file of YAML or JSON."""
+"""Limit of each YAML or JSON file."""
 
 _PREPARE = "run `energon prepare` on the folder again"
 _FIELDS = {
@@ -44,7 +44,9 @@ _FIELDS = {
     "vidqa": {"video": "video", "context": "question", "answers": "answer"},
     "chatml": {"imgs": "image", "videos": "video", "conversation": ""},
 }
-"""For classes `NAMESample` and `NAMEWebdataset`, our fields by theirs; a conversation becomes one by its content."""
+"""By the name of a class `NAMESample` or `NAMEWebdataset`: field of a record by field of the sample. The field of a
+conversation depends on its content.
+"""
 _OPTIONAL = ("imgs", "videos")
 _PICKLED = ("jpgs", "mp4s", "videos", "pickle", "pkl", "pyd")
 _KEYS = re.compile(r"[^\[\]]+")
@@ -52,7 +54,7 @@ _PATH = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 _META = (".info.json", ".info.yaml", "split.yaml", "split.json", "dataset.yaml")
 
 Paths: TypeAlias = tuple[tuple[str, ...], ...]
-"""Alternatives: the name of a part, and keys in its value."""
+"""Alternatives, each the name of a tar's field followed by keys in its value."""
 
 
 class Shard(NamedTuple):
@@ -64,12 +66,12 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class EnergonTars(TarFiles):
-    """The tars of a folder. See `TarFiles`. A record has the fields of Energon's sample in `field_map`, but for a
-    conversation, which is `messages` or `conversations`.
+    """The tars of a folder. See `TarFiles`. A record has the fields of Energon's sample in `field_map`, except a
+    conversation, which is in `messages` or `conversations`.
 
     Attributes:
-        shards: by names of files.
-        paths: where the fields of a sample are.
+        shards: tars by file name.
+        paths: for each field of a sample, where to find it.
     """
 
     shards: Mapping[str, Shard] = field(default_factory=dict)
@@ -96,25 +98,25 @@ class EnergonTars(TarFiles):
             problem = f"it does not have all of its excluded samples ({listed(shard.excluded)})"
             raise UserError.at(file, problem=problem, fix="correct `exclude` of split.yaml, TAR or TAR/KEY")
 
-    def _record(self, parts: dict[str, Any], where: str) -> dict[str, Any]:
-        record, found = super()._record(parts, where), dict[str, Any]()
+    def _record(self, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        record, mapped = super()._record(fields, where), dict[str, Any]()
         for name, paths in self.paths.items():
-            value = next((value for path in paths if (value := value_at(parts, path)) is not None), None)
+            value = next((value for path in paths if (value := value_at(fields, path)) is not None), None)
             if value is not None:
-                found[name] = value
+                mapped[name] = value
             elif name not in _OPTIONAL:
                 missing = f"nothing at {' or '.join(map('.'.join, paths))}"
-                expected = f"the place in field_map, in a sample with {', '.join(parts)}"
+                expected = f"the place in field_map, in a sample with {', '.join(fields)}"
                 fix = "correct dataset.yaml, set `fields` of the data set, or remove the sample"
                 raise UserError.at(f"{where}: field '{name}'", found=missing, expected=expected, fix=fix)
-        if "conversation" in found:
-            turns = _turns(found.pop("conversation"), f"{where}: field 'conversation'")
+        if "conversation" in mapped:
+            turns = _turns(mapped.pop("conversation"), f"{where}: field 'conversation'")
             record = {name: value for name, value in record.items() if name not in FORMS} | {form_of(turns): turns}
-        return record | {"field_map": found} if found else record
+        return record | {"field_map": mapped} if mapped else record
 
 
 def open_energon(folder: Path, entry: DatasetConfig, setting: str) -> Opened:
-    """The tars of a split of a folder, and the mapping that its `dataset.yaml` means. Raises `UserError`."""
+    """The tars of a split of a folder, and the mapping of fields in its `dataset.yaml`. Raises `UserError`."""
     meta = folder / ".nv-meta"
     if is_url(entry.files or "") or not os.path.isdir(meta):  # noqa: PTH112
         problem = f"{entry.files or folder} is not a folder that Energon has prepared, with {meta.name} in it"
@@ -132,27 +134,27 @@ def open_energon(folder: Path, entry: DatasetConfig, setting: str) -> Opened:
             problem = f"it does not have {quoted(name)} of split {entry.split!r}"
             raise UserError.at(meta / ".info.json", problem=problem, fix=_PREPARE)
         shards[str(folder / name)] = Shard(counts[name], excluded)
-    paths, own = ({}, {}) if entry.fields else _field_map(meta, setting)
+    paths, mapping = ({}, {}) if entry.fields else _field_map(meta, setting)
     format = EnergonTars(bool(entry.fields or paths), shards, paths)
-    return format, tuple(map(StoredFile, shards)), own
+    return format, tuple(map(StoredFile, shards)), mapping
 
 
 def _require_inside(folder: Path, names: Iterable[str]) -> None:
-    """Check that no names lead out of the folder through links. Raises `UserError`."""
+    """Check that no name leads out of the folder through a link. Raises `UserError`."""
     top = resolved(folder, "files")
     for name in names:
-        found = resolved(folder / name, f"{folder}")
-        if not found.is_relative_to(top):
+        target = resolved(folder / name, f"{folder}")
+        if not target.is_relative_to(top):
             expected, because = f"a file inside {top}", "a data set must not reach other files, not even through links"
             fix = "copy the folder with what its links lead to: cp -rL FOLDER COPY"
-            raise UserError.at(folder / name, found=f"a link to {found}", expected=expected, because=because, fix=fix)
+            raise UserError.at(folder / name, found=f"a link to {target}", expected=expected, because=because, fix=fix)
 
 
 # ----------------------------------------------------------------------------------------------- files of .nv-meta
 
 
 class _Plain(yaml.SafeLoader):
-    """The safe loader without aliases, by which a short file becomes an endless one."""
+    """The safe loader without aliases, with which a short file can expand without limit."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -183,7 +185,7 @@ def _mapping(value: Any, where: object) -> dict[str, Any]:
 
 
 def _names(value: Any, where: object) -> list[str]:
-    """The names in a list, expanded by braces alone. Raises `UserError`, also for names outside the folder."""
+    """The names in a list with their braces expanded. Raises `UserError`, also for names outside the folder."""
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
@@ -210,12 +212,12 @@ def _counts(meta: Path) -> dict[str, int]:
 def _split(meta: Path, split: str, setting: str) -> dict[str, tuple[str, ...]]:
     """The tars of a split, with the keys of their excluded samples."""
     path, content = _loaded(meta / "split.yaml", meta / "split.json")
-    parts = _mapping(content.get("split_parts"), f"{path}: split_parts")
-    if not parts.get(split):
-        found, expected = quoted(split), f"a split with tars, of {truncated(', '.join(map(str, parts)), MAX_QUOTED)}"
+    splits = _mapping(content.get("split_parts"), f"{path}: split_parts")
+    if not splits.get(split):
+        found, expected = quoted(split), f"a split with tars, of {truncated(', '.join(map(str, splits)), MAX_QUOTED)}"
         place = f"{setting.removesuffix('files')}split"
         raise UserError.at(place, found=found, expected=expected, because=f"{path} has these", fix="correct it")
-    names, excluded = _names(parts[split], f"{path}: {split}"), _names(content.get("exclude"), f"{path}: exclude")
+    names, excluded = _names(splits[split], f"{path}: {split}"), _names(content.get("exclude"), f"{path}: exclude")
     keys: dict[str, list[str]] = {name: [] for name in names}
     if len(keys) < len(names):
         twice = next(name for name, count in Counter(names).items() if count > 1)
@@ -225,17 +227,17 @@ def _split(meta: Path, split: str, setting: str) -> dict[str, tuple[str, ...]]:
         ends = (k for k, sign in enumerate(each) if sign == "/" and k in lengths and each[:k] in keys)
         if (end := next(ends, None)) is not None:
             keys[each[:end]].append(each[end + 1 :])
-    left = {name: tuple(dict.fromkeys(own)) for name, own in keys.items() if name not in whole}
-    if not left:
+    remaining = {name: tuple(dict.fromkeys(each)) for name, each in keys.items() if name not in whole}
+    if not remaining:
         raise UserError.at(path, problem=f"all tars of split {split!r} are excluded", fix="correct the split")
-    return left
+    return remaining
 
 
 # ----------------------------------------------------------------------------------------------- fields of samples
 
 
 def _field_map(meta: Path, setting: str) -> tuple[dict[str, Paths], dict[str, str]]:
-    """Where the fields of samples are, and our fields that they become; none for classes that are not known."""
+    """Where to find the fields of samples, and the mapping to fields of records; empty for unknown classes."""
     if not os.access(meta / "dataset.yaml", os.F_OK):
         return {}, {}
     path, content = _loaded(meta / "dataset.yaml")
@@ -252,21 +254,20 @@ def _field_map(meta: Path, setting: str) -> tuple[dict[str, Paths], dict[str, st
     for theirs, text in _mapping(content.get("field_map"), f"{path}: field_map").items():
         if theirs in ours:
             paths[theirs] = _parsed(text, f"{path}: field_map.{theirs}", fix)
-    own = {ours[theirs]: f"field_map.{theirs}" for theirs in paths if ours[theirs]}
-    return paths, own
+    return paths, {ours[theirs]: f"field_map.{theirs}" for theirs in paths if ours[theirs]}
 
 
 def _parsed(text: Any, where: str, fix: str) -> Paths:
     """The alternatives in a text such as `jpg,json[images][0]`."""
-    found = [_PATH.fullmatch(each.strip()) for each in text.split(",")] if isinstance(text, str) else [None]
-    paths = tuple((each[1].lower(), *_KEYS.findall(each[2])) for each in found if each is not None)
-    if len(paths) < len(found):
-        raise UserError.at(where, found=quoted(str(text)), expected="PART or PART[KEY]", fix="correct it")
-    for part, *_ in paths:
-        if part.rpartition(".")[2] in _PICKLED:
+    matches = [_PATH.fullmatch(each.strip()) for each in text.split(",")] if isinstance(text, str) else [None]
+    paths = tuple((each[1].lower(), *_KEYS.findall(each[2])) for each in matches if each is not None)
+    if len(paths) < len(matches):
+        raise UserError.at(where, found=quoted(str(text)), expected="FIELD or FIELD[KEY]", fix="correct it")
+    for name, *_ in paths:
+        if name.rpartition(".")[2] in _PICKLED:
             because = "it is a pickle, which may run code"
-            fix = "pack each picture as a part, such as 0001.0.jpg and 0001.1.jpg; " + fix
-            raise UserError.at(where, problem=f"part {quoted(part)} is never loaded", because=because, fix=fix)
+            fix = "pack each picture as a member, such as 0001.0.jpg and 0001.1.jpg; " + fix
+            raise UserError.at(where, problem=f"field {quoted(name)} is never loaded", because=because, fix=fix)
     return paths
 
 

@@ -21,7 +21,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.files import read_object
 from megatron_hetero.hf.model_files import NESTED
 from megatron_hetero.models.items.image_files import image_place, load_picture, picture_size
-from megatron_hetero.models.items.types import Block, Header, Item, ItemOrder, ItemTokens, ItemType, Modality, Piece
+from megatron_hetero.models.items.types import Header, Item, ItemOrder, ItemTokens, ItemType, Modality, Piece, RowBlock
 from megatron_hetero.models.items.video_sampling import given_size
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def patch_positions(size: ImageSize, merge: int, units: np.ndarray) -> np.ndarra
     return np.stack([x.ravel() for x in np.broadcast_arrays(row, column)])
 
 
-def rope_positions(length: int, starts: np.ndarray, blocks: Sequence[Block]) -> np.ndarray:
+def rope_positions(length: int, starts: np.ndarray, blocks: Sequence[RowBlock]) -> np.ndarray:
     """Multimodal rotary positions of one sample: time, height and width of each token (Qwen2-VL, arXiv 2409.12191,
     section 2.1).
 
@@ -129,10 +129,10 @@ class ImageReader:
         """The picture as its only piece."""
         return (size,)
 
-    def blocks(self, size: ImageSize) -> Sequence[Block]:
+    def blocks(self, size: ImageSize) -> Sequence[RowBlock]:
         """One block: frame, row and column of each merged patch in raster order."""
         (frames, rows, columns), merge = size, self.image_processor.merge_size
-        return (Block(np.indices((frames, rows // merge, columns // merge)).reshape(3, -1)),)
+        return (RowBlock(np.indices((frames, rows // merge, columns // merge)).reshape(3, -1)),)
 
     def describe(self, item: Item, size: ImageSize) -> str:
         """The picture's own size, its size for the encoder, and its grid of patches."""

@@ -52,7 +52,7 @@ class Piece(NamedTuple):
     size: Size
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Consecutive rows of an item in the text, between `before` and `after`.
 
     `places`: int64 [3, rows], positions in time, height and width, from the first position of the block. `length`:
@@ -93,7 +93,7 @@ class ItemReader(Protocol):
         """The sizes of the pieces of an item of that size, in the order of their rows."""
         ...
 
-    def blocks(self, size: Any) -> Sequence[Block]:
+    def blocks(self, size: Any) -> Sequence[RowBlock]:
         """The blocks of an item in the text, which have as many rows as its pieces."""
         ...
 

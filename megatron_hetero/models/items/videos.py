@@ -18,7 +18,7 @@ from megatron_hetero.config.fields import unused
 from megatron_hetero.config.sections import VideoConfig
 from megatron_hetero.models.items.image_files import load_picture, picture_size
 from megatron_hetero.models.items.pictures import ImageSize, fitted, pixels_of, read_settings, require_patches, square
-from megatron_hetero.models.items.types import Block, Header, Item, ItemTokens, ItemType, Modality, Piece
+from megatron_hetero.models.items.types import Header, Item, ItemTokens, ItemType, Modality, Piece, RowBlock
 from megatron_hetero.models.items.video_files import Convert, Late, Limits, frame_table, read_frames, within
 from megatron_hetero.models.items.video_sampling import (
     ANY_NUMBER,
@@ -104,7 +104,7 @@ class VideoReader:
         """The frame pairs."""
         return (ImageSize(1, size.rows, size.columns),) * size.pairs
 
-    def blocks(self, size: VideoSize) -> Sequence[Block]:
+    def blocks(self, size: VideoSize) -> Sequence[RowBlock]:
         """The blocks of a video in the text: one for each pair with timestamps, else one for all."""
         rows, columns = size.rows // self.merge, size.columns // self.merge
         if not self.timestamps:
@@ -112,9 +112,9 @@ class VideoReader:
         pair = np.indices((1, rows, columns)).reshape(3, -1)
         times = np.array(size.times).reshape(size.pairs, self.temporal)
         texts = [f"<{(first + last) / 2:.1f} seconds>" for first, last in times[:, [0, -1]].tolist()]
-        return [Block(pair, before=f"{text}<|vision_start|>", after="<|vision_end|>") for text in texts]
+        return [RowBlock(pair, before=f"{text}<|vision_start|>", after="<|vision_end|>") for text in texts]
 
-    def _block(self, size: VideoSize, rows: int, columns: int) -> Block:
+    def _block(self, size: VideoSize, rows: int, columns: int) -> RowBlock:
         """All pairs in one block. Times are cut to whole positions after multiplication, in fp32 as in
         `transformers`.
         """
@@ -126,7 +126,7 @@ class VideoReader:
             times = (np.arange(size.pairs, dtype=np.float32) * interval).astype(np.int64)
         places = np.indices((size.pairs, rows, columns)).reshape(3, -1)
         places[0] = times[places[0]]
-        return Block(places, length=max(rows, columns) if self.text_after == "transformers" else None)
+        return RowBlock(places, length=max(rows, columns) if self.text_after == "transformers" else None)
 
     def describe(self, item: Item, size: VideoSize) -> str:
         """The video's own size, length and pixel format, the frames taken, their size, and the grid of patches."""

@@ -169,8 +169,8 @@ BAD_MAPS = {
              "sample_loader: found 'loader.py:load', expected a field_map, because code of data is never run. "
              "Set data.registry.d.fields"),
     "pickle": (described("ChatMLWebdataset", {"imgs": "jpgs", "conversation": "json"}),
-               "field_map.imgs: part 'jpgs' is never loaded, because it is a pickle.*Pack each picture"),
-    "path": (described("VQASample", {"image": "jpg["}), "field_map.image: found 'jpg\\[', expected PART or PART"),
+               "field_map.imgs: field 'jpgs' is never loaded, because it is a pickle.*Pack each picture"),
+    "path": (described("VQASample", {"image": "jpg["}), "field_map.image: found 'jpg\\[', expected FIELD or FIELD"),
     "no path": (described("VQASample", {"image": ["jpg"]}), "field_map.image: found \"\\['jpg'\\]\""),
     "no map": (described("VQASample", None), "field_map: found null, expected a mapping"),
     "missing": (described("VQASample", {"image": "png,json[x]", "context": "txt"}),
