@@ -214,7 +214,7 @@ class Indexer:
         """Path of the stored index, named by hashes of the data set and of the versions of its files."""
         if self.folder is None:
             return None
-        # The index of other versions has another path: replacing a file that another run has mapped takes its pages on NFS.
+        # Other versions have another path: on NFS, replacing a file that another run has mapped takes its pages.
         data_set = (VERSION, self.key, self.scan, [file.name for file in files], os.getuid())
         texts = (repr(each).encode(errors="surrogatepass") for each in (data_set, [file.known for file in files]))
         return self.folder / f"{''.join(hashlib.sha256(text).hexdigest()[:20] for text in texts)}.index"

@@ -202,8 +202,9 @@ def _columns(schema: Any, leaves: Any, chosen: Collection[str]) -> tuple[Column,
         numbers = range(first, first := first + _leaf_count(each.type))
         if each.name in chosen:
             stored = [(number, leaves.column(number)) for number in numbers]
-            own = [Leaf(k, leaf.path, (leaf.physical_type, leaf.logical_type.type) == _BYTES) for k, leaf in stored]
-            columns.append(Column(each.name, each.type, _tree(each.type), tuple(own)))
+            types = [(leaf.physical_type, leaf.logical_type.type) for _, leaf in stored]
+            own_leaves = [Leaf(k, leaf.path, kind == _BYTES) for (k, leaf), kind in zip(stored, types, strict=True)]
+            columns.append(Column(each.name, each.type, _tree(each.type), tuple(own_leaves)))
     return tuple(columns)
 
 
@@ -389,8 +390,8 @@ def _item_count(array: Array, tree: Tree) -> int:
 
 # --------------------------------------------------------------------------------------------- headers of pages
 
-# As in parquet.thrift. Of pages with values: by type, the number of their own header, and of the encoding in it.
-_DICTIONARY, _OWN_HEADERS = 2, {0: (5, 2), 2: (7, 2), 3: (8, 4)}
+# As in parquet.thrift. By type of pages with values: the field with its header, and the encoding's field in that.
+_DICTIONARY, _TYPE_HEADERS = 2, {0: (5, 2), 2: (7, 2), 3: (8, 4)}
 _BY_DICTIONARY, _AFTER_PREFIX = (2, 8), 7
 
 
@@ -400,8 +401,8 @@ class PageTotals(NamedTuple):
     Attributes:
         bytes: bytes of the pages when decompressed.
         values: number of values, with those of the dictionary.
-        repeated: bytes that values of a dictionary, or prefixes of earlier values, take at most where they repeat.
-        largest: bytes of the largest such value at most.
+        repeated: upper bound of the bytes that repeated values of a dictionary, or prefixes of earlier values, take.
+        largest: upper bound of the bytes of the largest such value.
         has_prefixes: whether some pages are in DELTA_BYTE_ARRAY.
     """
 
@@ -420,9 +421,9 @@ def page_totals(chunk: bytes) -> PageTotals:
         header, end = _struct(chunk, at)
         kind, size, stored = header[1], header[2], header[3]
         count, encoding = 0, None
-        if kind in _OWN_HEADERS:
-            own, encoding_number = _OWN_HEADERS[kind]
-            count, encoding = header[own][1], header[own][encoding_number]
+        if kind in _TYPE_HEADERS:
+            type_field, encoding_field = _TYPE_HEADERS[kind]
+            count, encoding = header[type_field][1], header[type_field][encoding_field]
         if min(size, stored, count) < 0:
             raise ValueError("a negative number in the header of a page")
         size = max(size, stored)  # Where nothing is compressed pyarrow does not read the former.
