@@ -75,7 +75,7 @@ def check_files(path: Path, names: Iterable[str] = JSON_FILES) -> None:
 
 @contextmanager
 def as_user_errors(path: Path, what: str, setting: str = "model.hf_path") -> Iterator[None]:
-    """Inside, any exception of `transformers` is raised as a `UserError` about `what` of the folder."""
+    """Context manager that raises any exception of `transformers` as a `UserError` about `what` in the folder."""
     try:
         yield
     except UserError:

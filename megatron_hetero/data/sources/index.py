@@ -198,7 +198,7 @@ class Indexer:
 
     @contextlib.contextmanager
     def _reading(self, file: StoredFile) -> Iterator[None]:
-        """Inside, errors of reading a file are raised as `UserError`s."""
+        """Context manager that raises errors of reading a file as `UserError`s."""
         try:
             yield
         except OSError as error:
@@ -228,14 +228,15 @@ class Indexer:
                 try:
                     lock = Lock.take(path.with_suffix(".lock"), path, "index", mixed="two indexes", fix="wait for it")
                 except UserError:
-                    for _ in range(4):  # A thousand processes may ask one disk.
+                    for _ in range(4):  # A thousand processes may read one disk.
                         time.sleep(pause := min(1.5 * pause + 0.05, 2.0))
                         if (index := self._open(path, files)) is not None:
                             return index
         except OSError as error:
             self._warn(path, error)
             return self._computed(files)
-        if pause and not lock.left:  # An index that cannot be stored, or has a bad record, is computed by all at once.
+        # An index that cannot be stored, or that has a bad record, is computed by all processes at the same time.
+        if pause and not lock.left:
             lock.release(remove=True)
             for seconds in RETRIES_S:
                 time.sleep(seconds)
@@ -446,7 +447,7 @@ def _write(path: Path, index: Index) -> None:
     }
     text = json.dumps(header).encode()
     text += b" " * (-(_LENGTH + len(text)) % _ALIGN)
-    path.unlink(missing_ok=True)  # It may be a link.
+    path.unlink(missing_ok=True)  # The path may be a link.
     with replacing(path) as new, open_own(new, "r+b") as file:
         os.fchmod(file.fileno(), 0o600)  # Whatever the umask: an index that others may write to is not read.
         file.write(len(text).to_bytes(_LENGTH, "little") + text)

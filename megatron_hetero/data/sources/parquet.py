@@ -40,8 +40,8 @@ Path: TypeAlias = "tuple[str | int, ...]"
 
 @dataclass(frozen=True)
 class Cell:
-    """An item in a column of a file. `row`: its number in the file, from 0. `path`: from the column's value to the
-    item. `name`: of the file that the item was, or empty. `source`: reads the item.
+    """An item in a column of a file. `row`: number of the row in the file, from 0. `path`: the way from the column's
+    value to the item. `name`: name of the file that the item came from, or empty. `source`: reads the item.
     """
 
     file: StoredFile
@@ -54,7 +54,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """Name of the column, then of the file that the item was."""
+        """Name of the column, then of the file that the item came from."""
         return f"{self._place} {self.name}".rstrip()
 
     @property
@@ -73,7 +73,7 @@ class Cell:
         return *self.file.version(), self.group, self.row, self._place
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Another process need not read the row group.
+        # The bytes, so that another process need not read the row group.
         return InMemory, (self.source.bytes_of(self), str(self), self.label, self.version())
 
 
@@ -84,7 +84,7 @@ class ParquetFiles:
     """
 
     def __init__(self, fields: Mapping[str, str], items: Collection[str] = ()) -> None:
-        """Checks that pyarrow is installed.
+        """Check that pyarrow is installed.
 
         Args:
             fields: paths in a row, by field of records.
@@ -134,7 +134,7 @@ class ParquetFiles:
 
     def read_ahead(self, file: StoredFile, columns: Arrays, numbers: np.ndarray) -> None:
         """See `Format.read_ahead`. Prefetches the row groups of these records."""
-        with contextlib.suppress(UserError, OSError):  # Whoever reads meets the error again.
+        with contextlib.suppress(UserError, OSError):  # Reading reports the error.
             footer = self._footer(file)
             chosen = dict.fromkeys((np.searchsorted(footer.starts, numbers, side="right") - 1).tolist())
             leaves = [leaf for column in footer.columns for leaf in column.leaves]
@@ -153,7 +153,7 @@ class ParquetFiles:
         group, value = footer.group_of(cell.row), None
         if column is None or group.number != cell.group:
             raise changed(str(cell))
-        with contextlib.suppress(LookupError, TypeError):  # The file has another value there.
+        with contextlib.suppress(LookupError, TypeError):  # The file has changed.
             item = self._whole(group, column).column(0)[cell.row - group.first]
             for key in cell.path:
                 item = item[key]
@@ -209,7 +209,7 @@ class ParquetFiles:
             yield RawRecord(UserError.at(where[0], found=problem, expected=expected, fix=fix), where[0])
 
     def _values(self, group: Group, column: Column, array: Any, rows: range) -> list[Any]:
-        """The values of a column in some rows. `array`: those of the row group; None if each row has an item, and
+        """The values of a column in some rows. `array`: the column of the row group; None if each row has an item, and
         nothing else.
         """
         cells = [partial(Cell, group.footer.file, group.number, row, column.name, source=self) for row in rows]
@@ -257,8 +257,8 @@ def _read_footer(file: StoredFile, version: Version, wanted: _Wanted) -> Footer:
 
 @dataclass(frozen=True, eq=False)
 class _Texts:
-    """A row group without bytes of items. `size`: see `decoded_size`. `unclear`: columns whose other leaves do not show
-    which items have bytes.
+    """The texts of a row group. `size`: see `decoded_size`. `unclear`: columns of which texts and statistics do not
+    show which items have bytes.
     """
 
     table: Table
@@ -293,7 +293,7 @@ def _with_cells(value: Any, tree: Tree, path: Path, cell: Callable[[Path, str], 
         return None
     if tree == groups.ITEM:
         given, name = (value, value.get("path")) if isinstance(value, dict) else ({}, None)
-        # Without `bytes`, all items have some.
+        # Without the field `bytes`, all items have bytes.
         return name if given.get("bytes", b"") is None else cell(path, re.split(r"[/\\]", name or "")[-1])
     if isinstance(value, dict):
         trees = tree or {}

@@ -1,8 +1,8 @@
-"""Row groups of Parquet files: the footer's figures about them, their columns as Arrow tables, and a cache of tables.
+"""Row groups of Parquet files: the structure of a file, columns as Arrow tables, and a cache of tables.
 
-No figure of a file is trusted. What a column decodes to is computed from the headers of its pages before it is decoded,
-whatever the footer says: pyarrow refuses a compressed page that has more or fewer bytes than its header says. Values
-that are stored once and repeated are counted while they are decoded, batch by batch.
+Footers are not trusted. The decoded size of a column is computed from the headers of its pages before it is decoded;
+pyarrow refuses a compressed page with more or fewer bytes than its header says. Values that are stored once and
+repeated are counted while they are decoded, batch by batch.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Leaf(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A column that is read. `tree`: of its type, see `Tree`."""
+    """A column that is read. `tree`: the tree of its type, see `Tree`."""
 
     name: str
     type: DataType
@@ -66,7 +66,7 @@ class Column(NamedTuple):
     leaves: tuple[Leaf, ...]
 
     def texts(self) -> tuple[Leaf, ...]:
-        """The leaves without the bytes of items, if these leaves show which items there are; else none."""
+        """The leaves without bytes of items, if they show which items exist; otherwise none."""
         texts = tuple(leaf for leaf in self.leaves if not leaf.is_bytes)
         for leaf in self.leaves:
             item, _, name = leaf.path.rpartition(".")
@@ -124,17 +124,17 @@ class Group(NamedTuple):
         return [leaf for column in self.footer.columns for leaf in column.texts()]
 
     def chunk(self, leaf: Leaf) -> Any:
-        """The footer's figures about a leaf."""
+        """pyarrow's metadata of a leaf's column chunk."""
         return self.footer.metadata.row_group(self.number).column(leaf.number)
 
     def place(self, leaf: Leaf) -> tuple[int, int]:
-        """Where a leaf is in the file: start and stop in bytes."""
+        """Byte range of a leaf in the file: start and stop."""
         chunk = self.chunk(leaf)
         start = min(at for at in (chunk.data_page_offset, chunk.dictionary_page_offset) if at and at > 0)
         return start, start + chunk.total_compressed_size
 
     def size(self, leaves: Sequence[Leaf]) -> int:
-        """Decoded bytes of leaves, as the footer says."""
+        """Decoded bytes of leaves according to the footer."""
         return sum(self.chunk(leaf).total_uncompressed_size for leaf in leaves)
 
     def too_large(self, size: int) -> UserError:
@@ -161,7 +161,7 @@ def read_footer(file: StoredFile, key: Hashable, choose: Callable[[Any], Collect
 
 @contextlib.contextmanager
 def _reading(place: object) -> Iterator[None]:
-    """Inside, all errors of pyarrow are raised as `UserError`s. Those of the operating system are not changed."""
+    """Context manager that raises errors of pyarrow as `UserError`s. Errors of the operating system are not changed."""
     try:
         yield
     except UserError:
@@ -178,12 +178,12 @@ def _reading(place: object) -> Iterator[None]:
 
 
 class _Planned(Exception):
-    """pyarrow has planned a read."""
+    """Raised when pyarrow reads for the first time, after it has planned all reads."""
 
 
 def _check_chunks(opened: BinaryIO, metadata: Any, paths: Sequence[str]) -> None:
-    """Check the footer's figures about some leaves: if they are damaged or encrypted, pyarrow ends the process when it
-    is asked for them, but raises errors when it plans a read.
+    """Check the footer's metadata of some leaves by planning to read them. If it is damaged or encrypted, pyarrow
+    aborts the process on access to it, but raises an exception while it plans a read.
     """
     import pyarrow.parquet as pq
 
@@ -209,12 +209,12 @@ def _columns(schema: Any, leaves: Any, chosen: Collection[str]) -> tuple[Column,
 
 
 def _leaf_count(kind: DataType) -> int:
-    storage = getattr(kind, "storage_type", kind)  # Of an extension type.
+    storage = getattr(kind, "storage_type", kind)  # The type that an extension type is stored as.
     return sum(_leaf_count(storage.field(k).type) for k in range(storage.num_fields)) or 1
 
 
 def _tree(kind: DataType) -> Tree:
-    """Where items are in values of a type."""
+    """The tree of a type, see `Tree`."""
     from pyarrow import types
 
     if is_item(kind):
@@ -227,7 +227,7 @@ def _tree(kind: DataType) -> Tree:
 
 
 def _width(kind: DataType) -> int:
-    """Values, or bytes, of fixed size that a null of a type may take."""
+    """Number of values (or bytes) of fixed size that a null of a type may be decoded to."""
     from pyarrow import types
 
     storage = getattr(kind, "storage_type", kind)
@@ -290,7 +290,7 @@ def _batch_rows(group: Group, leaves: Sequence[Leaf], chunks: Collection[bytes])
     Otherwise dictionaries stay dictionaries, and where pyarrow has none the largest value of each row is taken into
     account. Raises `UserError` for values that exceed the limit for certain, or for a single row that may.
     """
-    # Bytes of values that are stored once, bytes that they repeat at most, and those of a row without dictionaries.
+    # Bytes of values stored once, and upper bounds: of repeated values, and of a row of those without dictionaries.
     once, repeated, by_row, by_dictionary = 0, 0, 1, list[int]()
     types = {leaf: column.type for column in group.footer.columns for leaf in column.leaves}
     for leaf, chunk in zip(leaves, chunks, strict=True):
@@ -300,7 +300,8 @@ def _batch_rows(group: Group, leaves: Sequence[Leaf], chunks: Collection[bytes])
         if schema.physical_type != "BYTE_ARRAY":
             continue
         repeated += pages.repeated
-        if pages.has_prefixes or "extension<" in str(types[leaf]):  # pyarrow decodes extension types.
+        # Columns of extension types are never read as dictionaries.
+        if pages.has_prefixes or "extension<" in str(types[leaf]):
             by_row += pages.repeated if schema.max_repetition_level else pages.largest
         elif pages.repeated:
             by_dictionary.append(leaf.number)
@@ -308,7 +309,7 @@ def _batch_rows(group: Group, leaves: Sequence[Leaf], chunks: Collection[bytes])
         once, by_row, by_dictionary = once + repeated, 1, []
     elif max(once, by_row) > MAX_GROUP_BYTES:
         raise group.too_large(max(once, by_row))
-    # Half, since pyarrow has a batch twice while it converts extension types.
+    # Half, since pyarrow holds a batch twice while it converts extension types.
     rows = min(group.rows, group.rows * BATCH_BYTES // max(1, once), BATCH_BYTES // 2 // by_row)
     return max(1, rows), by_dictionary
 
@@ -330,7 +331,7 @@ def _batches(
     file, total = SimpleNamespace(read=read, seek=opened.seek, tell=opened.tell, closed=False, mode="rb"), 0
     options = {"metadata": group.footer.metadata, "page_checksum_verification": True}
     with pq.ParquetFile(file, read_dictionary=by_dictionary, pre_buffer=False, **options) as parquet:
-        # By number: another leaf may have the same path.
+        # By number, since another leaf may have the same path.
         for batch in parquet.reader.iter_batches(rows, [group.number], [leaf.number for leaf in leaves], False):
             total += max(batch.nbytes, decoded_size(batch.columns))
             if total > MAX_GROUP_BYTES:
@@ -339,7 +340,7 @@ def _batches(
 
 
 def decoded_size(arrays: Sequence[Array]) -> int:
-    """Bytes of arrays without dictionaries, and one for each value at any depth."""
+    """Bytes of arrays with their dictionaries expanded, plus one for each value at any depth."""
     import pyarrow.compute as pc
     from pyarrow import types
 
@@ -367,7 +368,7 @@ def has_all_bytes(group: Group, texts: Table, column: Column) -> bool:
     for leaf in column.leaves:
         if leaf.is_bytes:
             chunk = group.chunk(leaf)
-            # pyarrow ends the process if it is asked for statistics of another type than the column's.
+            # pyarrow aborts the process on access to statistics of another type than the column's.
             if chunk.physical_type != "BYTE_ARRAY" or chunk.statistics is None or not chunk.statistics.has_null_count:
                 return False
             stored += chunk.num_values - chunk.statistics.null_count
@@ -377,7 +378,7 @@ def has_all_bytes(group: Group, texts: Table, column: Column) -> bool:
 
 
 def _item_count(array: Array, tree: Tree) -> int:
-    """The number of items in an array that are not null."""
+    """Number of items in an array that are not null. `tree`: of its type."""
     if tree is None:
         return 0
     if tree == ITEM:
@@ -426,7 +427,7 @@ def page_totals(chunk: bytes) -> PageTotals:
             count, encoding = header[type_field][1], header[type_field][encoding_field]
         if min(size, stored, count) < 0:
             raise ValueError("a negative number in the header of a page")
-        size = max(size, stored)  # Where nothing is compressed pyarrow does not read the former.
+        size = max(size, stored)  # For uncompressed pages pyarrow does not read the former.
         at, total, values = end + stored, total + size, values + count
         if kind == _DICTIONARY:
             dictionary += size
@@ -446,9 +447,9 @@ def _struct(data: bytes, at: int) -> tuple[dict[int, Any], int]:
             raise ValueError("a field of another type in the header of a page")
         if kind == 12:
             fields[number], at = _struct(data, at)
-        elif kind > 2:  # The others are booleans.
+        elif kind > 2:  # Kinds 1 and 2 are booleans, which have no value.
             value, at = _varint(data, at)
-            at += value if kind == 8 else 0  # Bytes.
+            at += value if kind == 8 else 0  # Bytes, which are skipped.
             fields[number] = value >> 1 ^ -(value & 1)
             if kind == 5 and value >> 32:
                 raise ValueError("a number of more than 32 bits in the header of a page")
@@ -466,7 +467,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 class _Entry:
-    """Leaves of a row group, which one thread loads, and their bytes, as the footer says until they are loaded."""
+    """Leaves of a row group that are loaded or being loaded, and their bytes, which are estimated until then."""
 
     def __init__(self, size: int) -> None:
         self.loaded, self.size = Future[Any](), size
@@ -482,7 +483,7 @@ class GroupCache:
         self._entries = OrderedDict[tuple[Hashable, str], _Entry]()
 
     def get(self, group: Group, name: str, leaves: Sequence[Leaf], load: Callable[[], Any]) -> Any:
-        """What `load` returns for these leaves of a row group: loaded once, by one thread, while others wait."""
+        """The result of `load` for these leaves of a row group: one thread loads it, while others wait."""
         key = group.key, name
         with self._lock:
             entry = self._entries.get(key)

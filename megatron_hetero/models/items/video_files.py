@@ -162,7 +162,7 @@ def read_frames(
 
 @contextlib.contextmanager
 def _named(item: Item) -> Iterator[None]:
-    """Inside, errors are raised again with the name of the record."""
+    """Context manager that adds the name of the record to errors."""
     try:
         yield
     except UserError as error:
@@ -303,7 +303,7 @@ def within(content: Content, seconds: float, work: Callable[[Late], T]) -> T:
 
 @contextlib.contextmanager
 def _problems(content: Content) -> Iterator[None]:
-    """Inside, exceptions are raised as `UserError`s. FFmpeg raises many kinds of built-in exceptions."""
+    """Context manager that raises exceptions as `UserError`s. FFmpeg raises many kinds of built-in exceptions."""
     try:
         yield
     except (UserError, MemoryError, _TooLate):
@@ -338,7 +338,7 @@ def _unusable(content: Content, found: str) -> UserError:
 
 @contextlib.contextmanager
 def _open(content: Content, stream: int | None = None, **options: str) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """Open a file and its video stream. Inside, exceptions are raised as `UserError`s."""
+    """Open a file and its video stream, with exceptions raised as `UserError`s."""
     with _problems(content):
         import av
         from av.stream import Disposition
