@@ -134,11 +134,11 @@ class ParquetFiles:
 
     def read_ahead(self, file: StoredFile, columns: Arrays, numbers: np.ndarray) -> None:
         """See `Format.read_ahead`. Prefetches the row groups of these records."""
-        with contextlib.suppress(UserError, OSError):  # Reading reports the error.
+        with contextlib.suppress(UserError, OSError, ValueError):  # Reading reports the error.
             footer = self._footer(file)
-            chosen = dict.fromkeys((np.searchsorted(footer.starts, numbers, side="right") - 1).tolist())
             leaves = [leaf for column in footer.columns for leaf in column.leaves]
-            prefetch(file, (footer.group(number).place(leaf) for number in chosen for leaf in leaves))
+            chosen = dict.fromkeys(map(footer.group_of, numbers.tolist()))
+            prefetch(file, (group.place(leaf) for group in chosen for leaf in leaves))
 
     def unread(self, file: StoredFile) -> list[str]:
         """Columns of a file that are not read. Raises `UserError`, `OSError`."""

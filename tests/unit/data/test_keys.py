@@ -383,7 +383,7 @@ ADVICE: dict[str, tuple[dict[str, Any], str, Change]] = {
                          shown({"type": "image", "image": "7"})),
     "truth": (talk(said(True)), "true or false for 'content'.*Write the turn's text", turned(1, content="yes")),
     "null text": (asked({"type": "text", "text": None}), "field 'text': found null, expected a text", shown("x")),
-    "nothing": (asked({}), "an object, expected parts of type text, image", shown({"type": "image", "image": "a"})),
+    "nothing": (asked({}), "an object, expected entries of type text, image", shown({"type": "image", "image": "a"})),
     "unknown type": (asked({"type": "input_text", "text": "a"}), "an entry of type 'input_text'.*Write it as one of",
                      shown({"type": "text", "text": "a"})),
     "two in a part": (asked({"type": "image", "image": ["a.png", "b.png"]}), "2 items.*Write an entry for each",
