@@ -192,7 +192,7 @@ def large(folder: Path, counts: Iterable[int], most_tar: int) -> Iterator[dict[s
 def small_cache(size: int) -> Iterator[None]:
     """Inside, parquet has an empty cache of so many bytes, and windows in proportion, as for a set of some GB."""
     window = size * mixtures.WINDOW_BYTES // parquet_files.CACHE_BYTES
-    cache = parquet_files._Cache(size)
+    cache = parquet_files.GroupCache(size)
     with mock.patch.object(parquet_files, "_CACHE", cache), mock.patch.object(mixtures, "WINDOW_BYTES", window):
         yield
 

@@ -120,7 +120,7 @@ def _first_answer(record: Record) -> int:
 def _first_question(record: Record) -> Record:
     """Return the record up to its first answer, with the items that are shown before it."""
     at = _first_answer(record)
-    shown = sum(not isinstance(part, str) for turn in record.turns[:at] for part in turn.parts)
+    shown = sum(not isinstance(entry, str) for turn in record.turns[:at] for entry in turn.entries)
     return replace(record, turns=record.turns[: at + 1], items=record.items[:shown])
 
 

@@ -1,9 +1,9 @@
 """Prints training samples: ``python -m megatron_hetero.cli.inspect_data --config FILE -n 5``.
 
-For each of the first samples: the rendered text with supervised tokens coloured and in ⟦ ⟧, and sizes of images and
-videos. All training flags are accepted, so a run can be inspected with its own command line. ``--sheets DIR`` draws the
-sampled frames of each video with their times. ``--statistics`` prints figures of each data set instead, see
-`megatron_hetero.cli.data_statistics`.
+For each of the first samples it prints the rendered text, with supervised tokens coloured and in ⟦ ⟧, and the sizes of
+images and videos. It accepts all training flags, so a run can be inspected with its command line. ``--sheets DIR``
+draws the sampled frames of each video with their times. ``--statistics`` prints statistics of each data set instead,
+see `megatron_hetero.cli.data_statistics`.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from megatron_hetero.config.schema import Config
 
 _SAMPLES, _EXAMINED = 5, 1000
-"""Samples that are printed, and samples of each data set that statistics are from."""
+"""Default number of printed samples, and of samples per data set in statistics."""
 _SHEETS = "choose another --sheets folder"
 _SUPERVISED = "bold green"
 _SUPERVISED_MARKS = ("⟦", "⟧")
 
 
 def rendered(processor: Processor, sample: TokenizedSample) -> Text:
-    """The sample's text as the model reads it; supervised spans are marked, tokens of rows counted."""
+    """The sample's text as the model reads it, with supervised runs marked and tokens of rows counted."""
     text = Text()
     keys = zip(sample.supervised.tolist(), np.isin(sample.input_ids, processor.row_tokens).tolist(), strict=True)
     position = 0
@@ -78,11 +78,11 @@ def show_sample(console: Console, processor: Processor, sample: TokenizedSample,
 
 
 _SHEET_COLUMNS, _THUMBNAIL, _CAPTION = 6, 200, 16
-"""Frames in a row of a sheet, and pixels of a frame's longer side and of the line with its time."""
+"""Frames per row of a sheet, pixels of a frame's longer side, and height in pixels of the line with its time."""
 
 
 def contact_sheet(frames: Sequence[tuple[float, Image.Image]]) -> Image.Image:
-    """Frames in rows, with their times below them."""
+    """A picture of the frames in rows, each with its time below it."""
     width, height = frames[0][1].size
     scale = min(1.0, _THUMBNAIL / max(width, height))
     size = max(1, round(width * scale)), max(1, round(height * scale))
@@ -152,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const=_EXAMINED,
         metavar="COUNT",
-        help="print statistics of each data set, from so many evenly spaced samples or from all for 0 "
+        help="print statistics of each data set from COUNT evenly spaced samples, or from all for 0 "
         f"(default {_EXAMINED})",
     )
     return parser
@@ -169,7 +169,7 @@ def _inspect(options: argparse.Namespace, flags: list[str]) -> None:
     config, count = load_config(flags), options.statistics
     if count is not None:
         show_statistics(config, count, console())
-    # Sheets are of samples that are printed.
+    # Sheets are drawn for printed samples only.
     default = _SAMPLES if count is None or options.sheets is not None else 0
     samples = default if options.n is None else options.n
     if samples or count is None:

@@ -1,4 +1,4 @@
-"""Renders a record as chat text, split where supervision begins and ends."""
+"""Rendering of a record as chat text, split where supervision begins and ends."""
 
 from __future__ import annotations
 
@@ -16,51 +16,53 @@ from megatron_hetero.data.validation import IMAGES
 
 END_OF_TURN = "<|im_end|>"
 END_OF_THOUGHT = "</think>"
-Parts = Mapping[ItemField, dict[str, str]]
-"""The part of a chat message that stands for an item, by field."""
+Entries = Mapping[ItemField, dict[str, str]]
+"""By field, the entry of a chat message that stands for an item."""
 NEAR_TURNS, MAX_TURNS = 32, 512
-"""Turns whose prompts are rendered from the beginning, as is the last one; and limit of all turns of a conversation if
-the template renders turns by more than themselves.
+"""Number of first turns whose prompts are rendered from the beginning, as is the prompt of the last one; and maximum
+number of turns if the template renders a turn differently after other turns.
 """
 _OPENING = [{"role": "user", "content": "Shall we begin?"}, {"role": "assistant", "content": "Yes, do go on."}]
 _UNKNOWN = "otherwise the supervised tokens cannot be located"
-PICTURES: Parts = {field: {"type": "image"} for field in IMAGES}
+PICTURES: Entries = {field: {"type": "image"} for field in IMAGES}
 
 
 @dataclass(frozen=True)
 class RenderedText:
-    """A run of rendered text, trained on entirely or not at all."""
+    """A run of rendered text that is trained on as a whole or not at all."""
 
     text: str
     supervised: bool
 
 
-def to_messages(record: Record, shown: Parts = PICTURES) -> list[dict[str, Any]]:
-    """The record as messages for a chat template; `shown` replaces items."""
+def to_messages(record: Record, shown: Entries = PICTURES) -> list[dict[str, Any]]:
+    """The record as messages for a chat template, with items replaced by the entries `shown`."""
     return [{"role": turn.role, "content": _content(turn.content, shown), **turn.further} for turn in record.turns]
 
 
-def _content(content: Content, shown: Parts) -> str | list[dict[str, str]]:
+def _content(content: Content, shown: Entries) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
-    return [{"type": "text", "text": part} if isinstance(part, str) else shown[part] for part in content]
+    return [{"type": "text", "text": entry} if isinstance(entry, str) else shown[entry] for entry in content]
 
 
-def render(tokenizer: Any, record: Record, shown: Parts = PICTURES, *, last_only: bool = False) -> list[RenderedText]:
-    """Renders the record with the tokenizer's chat template. `shown`: see `Parts`.
+def render(tokenizer: Any, record: Record, shown: Entries = PICTURES, *, last_only: bool = False) -> list[RenderedText]:
+    """Render the record with the tokenizer's chat template. Returns runs that, joined, are the rendered text. `shown`:
+    see `Entries`.
 
-    The runs joined are the rendered text. An answer begins where the template's own generation prompt ends, so training
-    matches generation, and ends with ``<|im_end|>`` or the tokenizer's token for the end of texts; thoughts and tool
-    calls are part of it. An earlier answer that the template does not render after its generation prompt, such as one
-    whose thought it drops, begins after the header that it writes for earlier answers. Supervised are the answers of
-    `Turn.supervised`, with `last_only` the last answer alone.
+    An answer begins where the template's generation prompt ends, so that training matches generation, and ends with
+    ``<|im_end|>`` or the tokenizer's end-of-text token; it includes thoughts and tool calls. An earlier answer that the
+    template does not render after its generation prompt, for example because it drops the thought, begins after the
+    header that the template writes for earlier answers. Answers of turns with `Turn.supervised` are supervised, with
+    `last_only` only the last answer.
 
-    Prompts of the first turns and the last one are rendered whole. Between them a turn is rendered after another short
-    conversation, which costs no more for many turns. Each way is tried where the other does not lead to the text.
+    Prompts of the first turns and of the last one are rendered from the beginning. For turns between them only the
+    turn is rendered, after another short conversation, so that the cost is linear in the number of turns. Where one way
+    does not lead to the text, the other is tried.
 
     Raises:
-        UserError: the template fails, does not render what a turn has or the record's tools, or alters an answer; or it
-            does not render turns by themselves, and there are more than `MAX_TURNS`.
+        UserError: the template fails, leaves out contents of a turn or the record's tools, or alters an answer; or it
+            renders turns differently after other turns, and there are more than `MAX_TURNS`.
     """
     messages = to_messages(record, shown)
     full = _apply(tokenizer, messages, record)
@@ -74,12 +76,12 @@ def render(tokenizer: Any, record: Record, shown: Parts = PICTURES, *, last_only
         start = _begin(tokenizer, record, messages, range(next_turn, k), full, position, is_last=is_last)
         stops = [at + len(token) for token in ends if (at := full.find(token, start)) >= 0]
         answer = full[start : min(stops, default=start)]
-        parts = [
-            (turn, part, full[position:start]) for turn in range(next_turn, k) for part in record.turns[turn].parts
+        entries = [
+            (turn, entry, full[position:start]) for turn in range(next_turn, k) for entry in record.turns[turn].entries
         ]
-        parts.append((k, record.turns[k].text.rpartition(END_OF_THOUGHT)[2], answer))
-        for turn, part, rendered in parts:
-            if isinstance(part, str) and part.strip() not in rendered:
+        entries.append((k, record.turns[k].text.rpartition(END_OF_THOUGHT)[2], answer))
+        for turn, entry, rendered in entries:
+            if isinstance(entry, str) and entry.strip() not in rendered:
                 problem = f"does not render the text of turn {turn + 1} as it is"
                 problem += f", followed by {' or '.join(ends)}" if turn == k else ""
                 raise _template_error(record, problem, "use a template that renders all turns, as published ones do")
@@ -94,8 +96,8 @@ def render(tokenizer: Any, record: Record, shown: Parts = PICTURES, *, last_only
 def _require_rendered(
     tokenizer: Any, record: Record, messages: list[dict[str, Any]], full: str, last: Sequence[int]
 ) -> None:
-    """Check that the text `full` depends on the tools, their calls and the thoughts of a record, of which templates may
-    drop those of answers before the `last` one. Raises `UserError`.
+    """Check that the rendered text `full` depends on the tools, tool calls and thoughts of a record. Templates may drop
+    thoughts of answers other than `last`. Raises `UserError`.
     """
 
     def is_same(change: Callable[[dict[str, Any]], dict[str, Any]], only: Sequence[int] = range(len(messages))) -> bool:
@@ -137,34 +139,34 @@ def _begin(
     tokenizer: Any,
     record: Record,
     messages: list[dict[str, Any]],
-    asked: range,
+    turns: range,
     full: str,
     position: int,
     *,
     is_last: bool,
 ) -> int:
-    """Where the answer to the turns `asked` begins in the text `full`, of which all before `position` is rendered from
-    earlier turns. `is_last`: it must follow the generation prompt. Raises `UserError`.
+    """Where the answer to `turns` begins in the rendered text `full`, whose text before `position` belongs to earlier
+    turns. `is_last`: the answer must follow the generation prompt. Raises `UserError`.
     """
     ways = 1 if is_last else 2
 
     def after_all_turns() -> int:
-        prompts = islice(_prompts(tokenizer, messages[: asked.stop], record), ways)
+        prompts = islice(_prompts(tokenizer, messages[: turns.stop], record), ways)
         return next((len(prompt) for prompt in prompts if full.startswith(prompt)), -1)
 
     def after_another_opening() -> int:
         with suppress(UserError):
-            prompts = _prompts(tokenizer, [*_OPENING, *messages[asked.start : asked.stop]], record)
+            prompts = _prompts(tokenizer, [*_OPENING, *messages[turns.start : turns.stop]], record)
             for prompt in islice(prompts, ways):
                 tail = prompt.partition(_OPENING[1]["content"] + END_OF_TURN)[2]
                 if tail and full.startswith(tail, position):
                     return position + len(tail)
         return -1
 
-    is_between = NEAR_TURNS <= asked.stop < len(messages) - 1
+    is_between = NEAR_TURNS <= turns.stop < len(messages) - 1
     if (start := after_another_opening() if is_between else after_all_turns()) >= position:
         return start
-    if is_between and asked.stop >= MAX_TURNS:
+    if is_between and turns.stop >= MAX_TURNS:
         because = "the chat template of model.hf_path does not render each turn by itself, so that to find each answer "
         because += "takes a rendering of all turns before it"
         found, expected = f"{len(messages)} turns", f"at most {MAX_TURNS}"
@@ -172,27 +174,29 @@ def _begin(
     if (start := after_all_turns() if is_between else after_another_opening()) >= position:
         return start
     fix = "let the template write before answers all that it writes with add_generation_prompt"
-    raise _template_error(record, f"does not render turn {asked.stop + 1} after its generation prompt", fix)
+    raise _template_error(record, f"does not render turn {turns.stop + 1} after its generation prompt", fix)
 
 
 def _prompts(tokenizer: Any, messages: list[dict[str, Any]], record: Record) -> Iterator[str]:
-    """What may precede an answer to `messages`: the prompt for generation, and the header of an earlier answer."""
+    """Yield the texts that may precede an answer to `messages`: the generation prompt, and `messages` with the header
+    of an earlier answer.
+    """
     yield _apply(tokenizer, messages, record, prompt=True)
     question, mark = _OPENING[0], _OPENING[1]["content"]
-    asked, more = (_apply(tokenizer, each, record) for each in ([question], [*_OPENING, question]))
-    if more.startswith(asked) and mark in more:
-        yield _apply(tokenizer, messages, record) + more[len(asked) : more.index(mark)]
+    short, long = (_apply(tokenizer, each, record) for each in ([question], [*_OPENING, question]))
+    if long.startswith(short) and mark in long:
+        yield _apply(tokenizer, messages, record) + long[len(short) : long.index(mark)]
 
 
 def drops_thoughts(tokenizer: Any) -> bool:
-    """Whether the chat template drops the thoughts of earlier answers, as templates of reasoning models do."""
+    """Whether the chat template drops thoughts of earlier answers, as templates of reasoning models do."""
     question, thought = _OPENING[0], _OPENING[1]["content"]
     inside = {"role": "assistant", "content": f"<think>\n{thought}\n{END_OF_THOUGHT}\n\nYes."}
     beside = {"role": "assistant", "content": "Yes.", "reasoning_content": thought}
     try:
         texts = [tokenizer.apply_chat_template([question, answer] * 2, tokenize=False) for answer in (inside, beside)]
         return any(text.count(thought) == 1 for text in texts)
-    except Exception:  # Any record will report what is wrong with the template.
+    except Exception:  # Rendering a record will report the problem of the template.
         return False
 
 
@@ -200,7 +204,7 @@ def _apply(tokenizer: Any, messages: list[dict[str, Any]], record: Record, *, pr
     options = {"tools": [*record.tools] or None, "tokenize": False, "add_generation_prompt": prompt}
     try:
         return tokenizer.apply_chat_template(messages, **options)
-    except Exception as error:  # templates are programs: they raise anything
+    except Exception as error:  # A template is a program, and may raise anything.
         fix = "use the chat template of the published model"
         raise _template_error(record, f"fails ({in_short(error)})", fix) from error
 

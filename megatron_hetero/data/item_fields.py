@@ -1,4 +1,4 @@
-"""The fields of a record that name items: paths of pictures, and videos with what is said of them."""
+"""Fields of records that name items: paths of pictures and videos, and settings of each item."""
 
 from __future__ import annotations
 
@@ -16,28 +16,44 @@ from megatron_hetero.base.contents import Content, InMemory
 from megatron_hetero.base.errors import UserError, quoted
 from megatron_hetero.models.items.types import Modality
 
+
+class Names(NamedTuple):
+    """Names of a modality in data sets: plural of its field, type of an entry of a chat message with a URL, and
+    suffixes of files.
+    """
+
+    plural: str
+    url: str
+    suffixes: tuple[str, ...]
+
+
 FRAME_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".jp2", ".avif")
 """A list of files with these suffixes is one video."""
-
-PLURALS = {"image": "images", "video": "videos"}
-"""Fields of the encoder `vision`, and their other names."""
+NAMES: Mapping[Modality, Names] = {
+    "image": Names("images", "image_url", (*FRAME_SUFFIXES, ".gif")),
+    "video": Names("videos", "video_url", (".mp4", ".webm", ".mkv", ".mov", ".avi", ".mpg", ".mpeg", ".m4v")),
+}
+"""The modalities of the encoder `vision`. Their fields have the names of the modalities, or the plurals."""
+PLURALS: Mapping[str, str] = {modality: names.plural for modality, names in NAMES.items()}
+ITEM_TYPES: Mapping[str, str] = {names.url: modality for modality, names in NAMES.items()}
+"""Fields of items by types of entries of a chat message, besides the names of the fields themselves."""
 EMPTY: tuple[Any, ...] = (None, "", [], {})
-"""What is no value. Files in columns write all fields in all records."""
-_MOST, _RATES = 1e9, (1e-3, 1000)
-"""Largest number of seconds, pixels or frames, and smallest and largest number of frames per second."""
+"""Values that count as missing: files with columns have all fields in all records."""
+_MAX_SECONDS, _RATES = 1e9, (1e-3, 1000)
+"""Maximum number of seconds, and minimum and maximum frames per second."""
 MAX_DATA_BYTES = 4 << 20
 """Limit of a picture in a data URI."""
 _DATA = re.compile(r"data:(?:image(?:/([\w.+-]+))?)?(?:;[^,;]*)*;base64,", re.IGNORECASE)
 _SCHEME = re.compile(r"\s*(data(?=:[^,]*,)|[a-z][a-z0-9+.-]*(?=://))", re.IGNORECASE)
 _RAW = re.compile("/9j/|iVBORw0KGgo|UklGR|R0lGOD")
-"""How JPEG, PNG, WebP and GIF begin in base64."""
+"""First characters of JPEG, PNG, WebP and GIF in base64."""
 _MAX_NAME = 255
 _VIDEOS = "the path of a video, a list of paths, or a list of frames"
 
 
 class ItemField(NamedTuple):
-    """Field `name` of records, with the paths of items of one type for one encoder; `key` is its name in stored
-    records.
+    """Field `name` of records, with the paths of items of one modality for one encoder. `key`: its name in the digest
+    of a data set.
     """
 
     encoder: str
@@ -47,17 +63,17 @@ class ItemField(NamedTuple):
 
     @property
     def placeholder(self) -> str:
-        """Marks the place of an item in a human turn."""
+        """Text that marks the place of an item in a human turn."""
         return f"<{self.name}>"
 
     @property
     def settings(self) -> Collection[str]:
-        """Names of `SETTINGS` that its items have."""
+        """Names of the `SETTINGS` that apply to its items."""
         return SETTINGS if self.modality == "video" else SIZES
 
 
 class ItemRef(NamedTuple):
-    """An item of a record: its field, and its path as written, or its content where the data set's own files have it.
+    """An item of a record: its field, and its path as written, or its content if the data set's files contain it.
     `frames`, `given`: see `Item`.
     """
 
@@ -68,26 +84,26 @@ class ItemRef(NamedTuple):
 
 
 def kind(value: Any) -> str:
-    """A JSON value in words."""
+    """The type of a JSON value in words."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     names |= {int: "a number", float: "a number"}
     return names.get(type(value), f"a {type(value).__name__}")
 
 
 def is_content(value: Any) -> bool:
-    """Whether it is a part of a data set's own files, rather than the path of another."""
+    """Whether a value is a `Content`, stored in a data set's files, and not the path of another file."""
     return not isinstance(value, str | list | dict) and hasattr(value, "label")
 
 
 def is_empty(value: Any, depth: int = 4) -> bool:
-    """Whether it is no value, or a list or object of nothing else."""
+    """Whether a value is missing (`EMPTY`), or a list or object of missing values only."""
     if not depth or not isinstance(value, dict | list):
         return value in EMPTY
     return all(is_empty(each, depth - 1) for each in (value.values() if isinstance(value, dict) else value))
 
 
 def label_of(file: Any) -> Any:
-    """The name of a content, and any other value, such as a path, as it is."""
+    """The label of a content; any other value, such as a path, unchanged."""
     return file.label if is_content(file) else file
 
 
@@ -101,7 +117,7 @@ def wrong(
 def items_of(value: Mapping[str, Any], field: ItemField, where: str, folder: Path | None) -> list[ItemRef]:
     """The items in a field of a record. A video is a file or a list of frames. Raises `UserError`.
 
-    `folder`: of images and videos, to which absolute paths become relative.
+    `folder`: the folder of images and videos; absolute paths become relative to it.
     """
     name, plural, is_video = field.name, PLURALS.get(field.name), field.modality == "video"
     given: Any = value.get(name)
@@ -118,15 +134,15 @@ def items_of(value: Mapping[str, Any], field: ItemField, where: str, folder: Pat
         raise _no_paths(given, place, _VIDEOS if is_video else "a string, a list of strings, or null")
     files: list[Any] = []
     for k, each in enumerate(listed):
-        of_one, is_list = f"{place}[{k}]" if listed is given else place, is_video and isinstance(each, list)
-        found = [_file(path, of_one, folder) for path in (each if is_list else [each])]
-        files.append(found if is_list else found[0])
+        entry_place, is_list = f"{place}[{k}]" if listed is given else place, is_video and isinstance(each, list)
+        paths = [_file(path, entry_place, folder) for path in (each if is_list else [each])]
+        files.append(paths if is_list else paths[0])
     files = _videos(files, place) if is_video and listed is given else files
     return [ItemRef(field, each[0], tuple(each)) if isinstance(each, list) else ItemRef(field, each) for each in files]
 
 
 def _videos(given: list[Any], place: str) -> list[Any]:
-    """Each video of a list, as a file or as a list of frames."""
+    """The videos of a list, each a file or a list of frames. Raises `UserError`."""
     if any(isinstance(each, list) for each in given):
         for k, each in enumerate(given):
             if each == []:
@@ -149,8 +165,8 @@ def _is_frame(path: Any) -> bool:
 
 
 def with_settings(value: Mapping[str, Any], refs: list[ItemRef], where: str) -> list[ItemRef]:
-    """Items of one field with those `SETTINGS` of a record or part that they do not have. Raises `UserError`."""
-    found: list[dict[str, Any]] = [dict(ref.given) for ref in refs]
+    """Items of one field with the missing ones of their `SETTINGS` from a record or entry. Raises `UserError`."""
+    settings: list[dict[str, Any]] = [dict(ref.given) for ref in refs]
     for name in refs[0].field.settings if refs else ():
         given: Any = value.get(name)
         (expected, is_one, convert), place = SETTINGS[name], f"{where}: field '{name}'"
@@ -161,19 +177,19 @@ def with_settings(value: Mapping[str, Any], refs: list[ItemRef], where: str) -> 
         if not isinstance(each, list) or len(each) != len(refs) or not all(map(is_one, each)):
             several = f", or a list of {len(refs)} of these" if len(refs) > 1 else ""
             raise wrong(place, quoted(str(given)), expected + several, "correct the record")
-        for ref, of_one, values in zip(refs, each, found, strict=True):
-            is_unfit = len(of_one) != len(ref.frames) if name == "times" else name == "sample_fps" and not ref.frames
+        for ref, setting, values in zip(refs, each, settings, strict=True):
+            is_unfit = len(setting) != len(ref.frames) if name == "times" else name == "sample_fps" and not ref.frames
             if is_unfit:
                 what = f"{len(ref.frames)} frames" if ref.frames else f"the file {quoted(str(ref.file))}"
-                several = f"{len(of_one)} times" if name == "times" else "a rate"
+                several = f"{len(setting)} times" if name == "times" else "a rate"
                 expected, because = "one for each frame of a list of frames", "a file has times of its own"
                 raise wrong(place, f"{several} for {what}", expected, "correct or remove the field", because)
-            values.setdefault(name, convert(of_one))
-    return [ref._replace(given=_checked(of_one, where)) for ref, of_one in zip(refs, found, strict=True)]
+            values.setdefault(name, convert(setting))
+    return [ref._replace(given=_checked(each, where)) for ref, each in zip(refs, settings, strict=True)]
 
 
 def _checked(given: dict[str, Any], where: str) -> tuple[tuple[str, Any], ...]:
-    """Settings of one item that do not contradict each other. Raises `UserError`."""
+    """Names and values of the settings of one item. Raises `UserError` for contradicting ones."""
     fix, sides = "correct or remove one of these fields", {"resized_height", "resized_width"} & given.keys()
     for low, high in (("min_pixels", "max_pixels"), ("min_frames", "max_frames")):
         if low in given and given[low] > given.get(high, given[low]):
@@ -188,12 +204,12 @@ def _checked(given: dict[str, Any], where: str) -> tuple[tuple[str, Any], ...]:
     return tuple(given.items())
 
 
-def _is_number(value: Any, least: float = 0, most: float = _MOST) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+def _is_number(value: Any, minimum: float = 0, maximum: float = _MAX_SECONDS) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and minimum <= value <= maximum
 
 
 def _is_ascending(value: Any) -> bool:
-    """Whether it is a list of times of which each is above the one before."""
+    """Whether a value is a list of ascending times."""
     if not isinstance(value, list) or not all(map(_is_number, value)):
         return False
     return all(low < high for low, high in itertools.pairwise(value))
@@ -212,8 +228,8 @@ SETTINGS: Mapping[str, tuple[str, Callable[[Any], bool], Callable[[Any], Any]]] 
     "sample_fps": _RATE,
     **dict.fromkeys(("nframes", "min_frames", "max_frames", "total_pixels", *SIZES), _COUNT),
 }  # fmt: skip
-"""What a record or a part of a message may say of its items: what is expected, whether a value is that, and how it is
-stored. Pictures have `SIZES` alone. Names of qwen-vl-utils, but for `times`.
+"""Settings of items in a record or in an entry of a message: the expected value in words, a test for it, and its
+conversion. Pictures have only `SIZES`. All names but `times` are those of qwen-vl-utils.
 """
 
 
@@ -223,7 +239,7 @@ def _no_paths(value: Any, place: str, expected: str) -> UserError:
 
 
 def _file(path: Any, where: str, folder: Path | None) -> str | Content:
-    """A path in the folder of images, relative to that, or the picture in a data URI. Raises `UserError`."""
+    """A path relative to the image folder and inside it, or the picture in a data URI. Raises `UserError`."""
     if is_content(path):
         return path
     fix = "write a path relative to the image folder"
@@ -249,11 +265,11 @@ def _file(path: Any, where: str, folder: Path | None) -> str | Content:
 
 
 def _relative(path: str, folder: Path) -> str:
-    """An absolute path relative to the folder, by their names or where links lead; unchanged if it is not inside."""
+    """An absolute path relative to the folder, by names or with links resolved; unchanged if it is not inside."""
     for resolve in (os.path.normpath, os.path.realpath):
         start = os.path.join(resolve(os.path.abspath(folder)), "")
-        if (found := resolve(path)).startswith(start):
-            return found[len(start) :]
+        if (resolved := resolve(path)).startswith(start):
+            return resolved[len(start) :]
     return path
 
 

@@ -1,5 +1,5 @@
-"""Keys of records, of their turns, and of entries of a turn's content: those that are read, those that are refused
-because they would change what is trained, and all others, which are counted. docs/data.md has the same table.
+"""Keys of records, of their turns, and of entries in the content of messages: those that are read, those that are
+refused because they would change what is trained, and all others, which are counted. docs/data.md has the same table.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ READ: Mapping[str, tuple[str, ...]] = {
     "record": (*PLURALS, *PLURALS.values(), *FORMS, "system", "tools", *SETTINGS),
     "turn": (*WEIGHTS, *THOUGHTS, "tool_calls", "tool_call_id", "name"),
     "call": ("type", "id", "function", "name", "arguments"),
-    "part": ("type", "url", "path"),
+    "entry": ("type", "url", "path"),
 }
-"""By level. A record also has fields of further encoders, a turn its speaker and text, and a part (an entry of a turn's
-content) its text or item with the `ItemField.settings` of it."""
+"""Keys that are read, by level. Besides, a record has fields of further encoders, a turn its speaker and text, an entry
+its text or item, and the settings in `ItemField.settings`.
+"""
 _ROWS = (
-    ("record turn part", "rejected rejected_response rejected_messages rejected_images chosen kto_tag label",
+    ("record turn entry", "rejected rejected_response rejected_messages rejected_images chosen kto_tag label",
      "rejected answers are not trained on", "keep the wanted answer as the last turn, and remove this field"),
-    ("record turn part", "objects bbox bboxes bbox_2d boxes boxes_seq ref refs quad",
+    ("record turn entry", "objects bbox bboxes bbox_2d boxes boxes_seq ref refs quad",
      "a text is not filled from fields", "write the boxes into the text, and remove this field"),
-    ("record turn part", "audio audios input_audio", "models have no sound", "remove the field, or the record"),
-    ("record turn part call", "loss_weight loss_scale loss_mask sample_weight train_detail",
+    ("record turn entry", "audio audios input_audio", "models have no sound", "remove the field, or the record"),
+    ("record turn entry call", "loss_weight loss_scale loss_mask sample_weight train_detail",
      "an answer is trained on whole or not at all", "write `loss` of its turn, true or false, and remove this field"),
     ("call", "parameters args input", "templates take `arguments`", "rename it `arguments`"),
-    ("record part call", "loss weight train", "a turn has it", "write `loss` of its turn, true or false, instead"),
-    ("record part", "raw_fps num_frames", "frames are sampled by `fps`, `times` or `nframes`",
+    ("record entry call", "loss weight train", "a turn has it", "write `loss` of its turn, true or false, instead"),
+    ("record entry", "raw_fps num_frames", "frames are sampled by `fps`, `times` or `nframes`",
      "write one of these instead"),
     ("record", "chat_template chat_template_kwargs enable_thinking", "records are rendered as the model's folder says",
      "change the template in the folder, and remove this field"),
@@ -42,10 +43,10 @@ _ROWS = (
     ("record", "functions", "templates take `tools`", "rename it `tools`"),
     ("turn", "mask", "it may mean either", "write `loss`, true or false, instead"),
     ("turn", "image images video videos", "a turn's items are in its text",
-     'write a part such as {"type": "image", "image": ...} instead'),
+     'write an entry such as {"type": "image", "image": ...} instead'),
     ("turn", "tools functions", "a record has them", "write `tools` beside the turns instead"),
     ("turn", "function_call refusal", "templates take no such field", "write it into `tool_calls` or the text instead"),
-    ("part", "base64 bytes", "an item's file is named", "write data:image/png;base64,... in its place"),
+    ("entry", "base64 bytes", "an item's file is named", "write data:image/png;base64,... in its place"),
 )  # fmt: skip
 """Levels, keys, why they are refused, and what to do. A `label` of true or false is a preference, others are not."""
 REFUSED = {(level, name): why for levels, names, *why in _ROWS for level in levels.split() for name in names.split()}

@@ -1,4 +1,4 @@
-"""From records to tokens and patches, with a model's own tokenizer and readers."""
+"""Records to tokens and patches, with the tokenizer and item readers of a model."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from megatron_hetero.data.tokenizer import (
 from megatron_hetero.data.validation import item_fields
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.folders import VISION_FOLDER, ModelFolders, read_config
-from megatron_hetero.models.items.types import Block, ItemReader, ItemType, Piece, Size
+from megatron_hetero.models.items.types import ItemReader, ItemType, Piece, RowBlock, Size
 from megatron_hetero.models.registry import family_of
 
-# Marks of boxes and object names, which grounding data has in answers.
+# Tokens for boxes and object names, which answers in grounding data contain.
 _CONTENT_MARKS = re.compile(r"<\|(object_ref|box|quad)_(start|end)\|>")
 
 
@@ -46,14 +46,14 @@ _CONTENT_MARKS = re.compile(r"<\|(object_ref|box|quad)_(start|end)\|>")
 class Processor:
     """The tokenizer of a model's folder and the readers of its encoders. Has no open files and can be pickled.
 
-    `model_type`: from the model's configuration. `readers`: by field of records. `shown`: parts of chat messages that
-    stand for items, by field. `last_only`: whether of each record only the last answer is supervised.
+    `model_type`: from the model's configuration. `readers`: readers by field of records. `shown`: entries of chat
+    messages that stand for items, by field. `last_only`: whether only the last answer of each record is supervised.
     """
 
     tokenizer: Any
     model_type: str
     readers: Mapping[ItemField, ItemReader]
-    shown: chat.Parts
+    shown: chat.Entries
     last_only: bool = False
 
     @classmethod
@@ -64,12 +64,13 @@ class Processor:
         encoders: Mapping[str, ModuleConfig] | None = None,
         hf_path_vision: Path | None = None,
     ) -> Processor:
-        """Loads tokenizer and readers. Nothing is downloaded and no code of the folders runs.
+        """Load tokenizer and readers. Nothing is downloaded and no code of the folders runs.
 
         Args:
             hf_path: a model folder in `transformers` format.
-            section: settings for items of the model's own encoders, see `ItemType.open`; None: the folder's settings.
-            encoders: further encoders.
+            section: settings for items of the encoders in the model folder, see `ItemType.open`; None: the folder's
+                settings.
+            encoders: further encoders by name.
             hf_path_vision: a folder of the family that provides these encoders instead; `hf_path` then provides the
                 tokenizer only, see `ModelFolders`.
 
@@ -80,41 +81,41 @@ class Processor:
         config, tokenizer = _open_text(path, hf_path_vision)
         _check_special_tokens(path, tokenizer, config)
         check_vocabulary(path, tokenizer, config.text_config.vocab_size)
-        own = family_of(config.model_type)
+        family = family_of(config.model_type)
         source, setting = (path, "model.hf_path") if hf_path_vision is None else (hf_path_vision, VISION_FOLDER)
         # An encoder whose placeholder is the token of a further type takes that type's place.
         claimed = {further.token for further in (encoders or {}).values()}
-        readers, of_source = dict[ItemField, ItemReader](), read_config(source, setting)
-        for name, types in own.encoders.items():
-            kept = [each for each in types if each is types[0] or own.tokens[each.tokens.row] not in claimed]
-            fields = item_fields({name: [each.modality for each in kept]})
-            tokens = [getattr(config, each.tokens.row) for each in kept]
-            readers |= _open_readers(fields, kept, source, of_source, tokens, section, setting)
-        parts = {each.modality: each.chat_part(section, own.tokens[each.tokens.row]) for each in own.items}
-        shown = {field: parts[field.modality] for field in readers}
-        start, end = _around(own)
+        readers, source_config = dict[ItemField, ItemReader](), read_config(source, setting)
+        for name, types in family.encoders.items():
+            used = [each for each in types if each is types[0] or family.tokens[each.tokens.row] not in claimed]
+            fields = item_fields({name: [each.modality for each in used]})
+            tokens = [getattr(config, each.tokens.row) for each in used]
+            readers |= _open_readers(fields, used, source, source_config, tokens, section, setting)
+        entries = {each.modality: each.chat_entry(section, family.tokens[each.tokens.row]) for each in family.items}
+        shown = {field: entries[field.modality] for field in readers}
+        start, end = _around(family)
         for name, further in (encoders or {}).items():
             taken = {reader.token_id: f"stands for images of {field.encoder}" for field, reader in readers.items()}
             assert further.hf_path is not None and further.token is not None, "a further encoder has both"
             number = _token_of(name, further.token, tokenizer, taken, config)
             setting = f"modules.{name}.hf_path"
-            of_further = read_config(further.hf_path, setting)
-            types = family_of(of_further.model_type).items[:1]
+            further_config = read_config(further.hf_path, setting)
+            types = family_of(further_config.model_type).items[:1]
             fields = item_fields({}, {name: [types[0].modality]})
-            opened = _open_readers(fields, types, further.hf_path, of_further, [number], further, setting)
+            opened = _open_readers(fields, types, further.hf_path, further_config, [number], further, setting)
             readers |= opened
-            # Chat templates do not know it.
+            # Chat templates do not know this encoder.
             shown |= {field: {"type": "text", "text": f"{start}{further.token}{end}"} for field in opened}
         return cls(tokenizer, config.model_type, readers, shown)
 
     @property
     def fields(self) -> tuple[ItemField, ...]:
-        """Fields of records that items may be in."""
+        """Item fields of records."""
         return tuple(self.readers)
 
     @property
     def advice(self) -> str | None:
-        """What a user should know about the chat template, or None."""
+        """A warning about the chat template, or None."""
         if self.last_only or not chat.drops_thoughts(self.tokenizer):
             return None
         return (
@@ -124,14 +125,14 @@ class Processor:
 
     @cached_property
     def row_tokens(self) -> np.ndarray:
-        """The tokens that stand for rows, int64."""
+        """Ids of the tokens that stand for rows, int64."""
         return np.unique([reader.token_id for reader in self.readers.values()]).astype(np.int64)
 
     def tokenize(self, record: Record) -> TokenizedSample:
-        """Tokenizes a record. Only the headers of its items are read.
+        """Tokenize a record. Only the headers of its items are read.
 
-        Text is tokenized in pieces of equal supervision, so that no token is half supervised: a line break at the start
-        of an answer would otherwise merge with the one at the end of the prompt.
+        Supervised and other text are tokenized separately, so that no token has both: a line break at the start of an
+        answer would otherwise merge with the one at the end of the prompt.
 
         Raises:
             UserError: structural tokens in the text, a missing or oversized item, or an unsuitable chat template.
@@ -152,13 +153,13 @@ class Processor:
                 expected=f"{len(sizes)}, one for each, in their order",
                 fix="use the chat template of the published model",
             )
-        of_items = [reader.blocks(size) for reader, size in zip(readers, sizes, strict=True)]
-        shown = [self._shown(reader.token_id, blocks) for reader, blocks in zip(readers, of_items, strict=True)]
+        item_blocks = [reader.blocks(size) for reader, size in zip(readers, sizes, strict=True)]
+        shown = [self._shown(reader.token_id, blocks) for reader, blocks in zip(readers, item_blocks, strict=True)]
         repeats = np.ones(len(short_ids), dtype=np.int64)
         repeats[is_item] = [len(tokens) for tokens in shown]
         ids = short_ids.repeat(repeats)
         ids[is_item.repeat(repeats)] = np.concatenate([np.zeros(0, np.int64), *shown])
-        blocks = [block for of_item in of_items for block in of_item]
+        blocks = [block for each in item_blocks for block in each]
         rows = np.array([block.places.shape[1] for block in blocks], np.int64)
         row_positions = np.flatnonzero(np.isin(ids, self.row_tokens))
         starts = row_positions[np.cumsum(rows) - rows]
@@ -169,17 +170,17 @@ class Processor:
             pieces=tuple(reader.pieces(size) for reader, size in zip(readers, sizes, strict=True)),
             position_ids=family_of(self.model_type).positions(len(ids), starts, blocks),
             row_positions=row_positions,
-            rows=np.array([sum(block.places.shape[1] for block in of_item) for of_item in of_items], np.int64),
+            rows=np.array([sum(block.places.shape[1] for block in each) for each in item_blocks], np.int64),
             record=record,
         )
 
-    def _shown(self, token_id: int, blocks: Sequence[Block]) -> np.ndarray:
-        """All tokens of an item with these blocks."""
-        parts = [np.zeros(0, np.int64)]
+    def _shown(self, token_id: int, blocks: Sequence[RowBlock]) -> np.ndarray:
+        """The tokens of an item with these blocks."""
+        tokens = [np.zeros(0, np.int64)]
         for block in blocks:
-            parts += [self._tokens_of(block.before), np.full(block.places.shape[1], token_id)]
-            parts.append(self._tokens_of(block.after))
-        return np.concatenate(parts)
+            tokens += [self._tokens_of(block.before), np.full(block.places.shape[1], token_id)]
+            tokens.append(self._tokens_of(block.after))
+        return np.concatenate(tokens)
 
     def _tokens_of(self, text: str) -> np.ndarray:
         tokens = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text else []
@@ -208,23 +209,29 @@ class Processor:
             return self.readers[field].size(record.item(k))
 
     def patches(self, record: Record, k: int, pieces: Sequence[Piece]) -> np.ndarray:
-        """Some pieces of item ``k`` as patches, see `ItemReader.patches`."""
+        """Patches of some pieces of item ``k``, see `ItemReader.patches`."""
         field = record.items[k].field
         with blaming(record.dataset, record.index, record.where, f"{field.modality}_data"):
             return self.readers[field].patches(record.item(k), pieces)
 
     @cached_property
     def _structure(self) -> re.Pattern[str]:
-        """Matches tokens that are the structure of conversations and items: of the special ones those of the chat
-        template, of the model's items and the tokenizer's own. Others, which users add, are content.
+        """Matches the tokens that structure conversations and items: special tokens of the chat template, of the
+        model's items and of the tokenizer. Other special tokens, which users add, are content.
         """
         tokenizer, family = self.tokenizer, family_of(self.model_type)
         added = tokenizer.added_tokens_decoder
         special = {str(token) for token in added.values() if token.special}
-        own = {*family.tokens.values(), chat.END_OF_TURN, tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token}
+        reserved = {
+            *family.tokens.values(),
+            chat.END_OF_TURN,
+            tokenizer.eos_token,
+            tokenizer.pad_token,
+            tokenizer.bos_token,
+        }
         in_template = {token for token in special if token in str(tokenizer.chat_template)}
         items = {str(token) for key, token in added.items() if key in self.row_tokens}
-        tokens = sorted(items | in_template | (special & own))
+        tokens = sorted(items | in_template | (special & reserved))
         return re.compile("|".join(map(re.escape, tokens)))
 
     def _refuse_special_tokens(self, record: Record) -> None:
@@ -245,7 +252,7 @@ class Processor:
 
 
 class ReaderProcesses(Processes):
-    """Reads as a processor does, in processes of its own."""
+    """Tokenizes records and reads patches like a processor, in worker processes."""
 
     def __init__(self, processor: Processor, count: int):
         super().__init__(processor, count, "data.worker_type process (--data.worker_type)")
@@ -260,7 +267,7 @@ class ReaderProcesses(Processes):
 
 
 def open_processor(config: Config) -> Processor:
-    """The tokenizer of `model.hf_path` and the readers of each encoder. Raises `UserError`."""
+    """Open the tokenizer of `model.hf_path` and the readers of each encoder. Raises `UserError`."""
     model = config.model
     processor = Processor.from_folder(model.hf_path, config.data, config.further, model.hf_path_vision)
     return replace(processor, last_only=config.data.supervised_turns == "last")
@@ -275,8 +282,8 @@ def _open_readers(
     section: Any,
     setting: str,
 ) -> dict[ItemField, ItemReader]:
-    """The readers of an encoder's item types, by field, from the folder that `setting` names, with its `config`.
-    `tokens`: for each type, the token that stands for a row. Raises `UserError`.
+    """Open the readers of an encoder's item types, by field, from the folder that `setting` names, whose configuration
+    is `config`. `tokens`: for each type, the token that stands for a row. Raises `UserError`.
     """
     check_files(folder, IMAGE_FILES)
     readers = []
@@ -305,8 +312,8 @@ def _around(family: Family) -> tuple[str, str]:
 
 
 def _token_of(name: str, token: str, tokenizer: Any, taken: Mapping[int, str], config: Any) -> int:
-    """The id of a further encoder's placeholder token. `taken`: uses of other tokens; `config`: the model's, whose
-    embedding has rows for all tokens (`check_vocabulary`).
+    """The id of a further encoder's placeholder token. `taken`: ids of used tokens with their uses. `config`: the
+    configuration of the model, whose embedding has rows for all tokens (`check_vocabulary`). Raises `UserError`.
     """
     number = tokenizer.get_vocab().get(token)
     structure = tokenizer.convert_tokens_to_ids(
@@ -335,11 +342,11 @@ def _check_special_tokens(path: Path, tokenizer: Any, config: Any) -> None:
     names = [name for each in family.items for name in (each.tokens.row, each.tokens.start)]
     wanted = {family.tokens[name]: getattr(config, name) for name in names}
     for token, number in {**wanted, chat.END_OF_TURN: None}.items():
-        found = tokenizer(token, add_special_tokens=False, verbose=False)["input_ids"]
-        if len(found) != 1 or number not in (None, *found):
+        ids = tokenizer(token, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(ids) != 1 or number not in (None, *ids):
             raise UserError.at(
                 f"model.hf_path: {path}",
-                found=f"token {token} with id {', '.join(map(str, found))} in the tokenizer",
+                found=f"token {token} with id {', '.join(map(str, ids))} in the tokenizer",
                 expected=f"id {number}, as in config.json" if number is not None else "one token that ends turns",
                 fix="copy config.json and the tokenizer files from the same model, without split_special_tokens",
             )

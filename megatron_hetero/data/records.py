@@ -1,4 +1,4 @@
-"""Data sets as sequences of records, whose files are indexed once and read at any place."""
+"""Data sets as sequences of records, with files that are indexed once and read in any order."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from megatron_hetero.base.errors import UserError, blaming, printable, quoted, r
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.item_fields import ItemField, ItemRef, label_of
 from megatron_hetero.data.keys import MAX_NAMES
+from megatron_hetero.data.sources.energon import open_energon
 from megatron_hetero.data.sources.formats import Opened
 from megatron_hetero.data.sources.index import Blocks, Indexer
 from megatron_hetero.data.sources.json_files import JsonFiles
@@ -41,11 +42,11 @@ class Record:
     Attributes:
         dataset: name of the data set in the registry.
         index: position in its data set, from 0.
-        where: such as ``train.jsonl:12`` or ``train.json record 12``, for messages.
-        turns: an optional system turn, then user and assistant in turn.
-        items: in the order of their placeholders, with paths relative to ``folder``.
-        folder: None only without items that have paths.
-        headers: the header of each item, see `Item`; None if they are not known.
+        where: name in messages, such as ``train.jsonl:12`` or ``train.json record 12``.
+        turns: an optional system turn, then user and assistant alternately.
+        items: items in the order of their placeholders, with paths relative to ``folder``.
+        folder: image folder; None if no item has a path.
+        headers: the header of each item, see `Item`; None if unknown.
         tools: descriptions of functions that the assistant may call, JSON objects for the chat template.
     """
 
@@ -59,7 +60,7 @@ class Record:
     tools: tuple[dict[str, Any], ...] = ()
 
     def item(self, k: int) -> Item:
-        """Item ``k`` with its content; of a file by its absolute path, links resolved. The file need not exist.
+        """Item ``k`` with its content; a file is given by its absolute path with links resolved, and need not exist.
 
         Raises:
             UserError: the path leads out of the folder, for example through a symbolic link.
@@ -87,11 +88,11 @@ class Record:
 
 
 class Reading(NamedTuple):
-    """How data sets are read.
+    """Options for reading data sets.
 
-    `fields`: fields that items may be in, see `item_fields`. `cache`: folder of stored indexes; None: they are not
-    stored. `readers`: by field, to store the headers of items in the index; None: they are read when needed. `strict`:
-    whether a bad record is an error, and with `readers` an item that cannot be read.
+    `fields`: item fields of records, see `item_fields`. `cache`: folder of stored indexes; None: indexes are not
+    stored. `readers`: readers by field, to store the headers of items in the index; None: headers are read when needed.
+    `strict`: whether a bad record, or with `readers` an item that cannot be read, is an error.
     """
 
     fields: Sequence[ItemField] = IMAGES
@@ -101,14 +102,14 @@ class Reading(NamedTuple):
 
 
 PLAIN = Reading()
-"""Pictures alone, without a stored index."""
+"""Options for records with pictures only, without a stored index."""
 
 
 class Dataset(Sequence[Record]):
     """The records of one data set."""
 
     def __init__(self, name: str, entry: DatasetConfig, reading: Reading = PLAIN) -> None:
-        """Opens the index of data set `name` of the registry, which is computed if there is none.
+        """Open the index of data set `name` of the registry, or compute it.
 
         Raises:
             UserError: a missing, broken or empty file, a missing image folder, or a malformed record.
@@ -120,8 +121,8 @@ class Dataset(Sequence[Record]):
                 problem=f"{entry.images} is not a readable folder",
                 fix="correct the path, or remove `images` for data without images in it",
             )
-        self._format, files, own = _open_files(entry, setting, [field.name for field in reading.fields])
-        self._map = FieldMap.parse(entry.fields or own, reading.fields, f"{setting}.fields")
+        self._format, files, stored_map = _open_files(entry, setting, [field.name for field in reading.fields])
+        self._map = FieldMap.parse(entry.fields or stored_map, reading.fields, f"{setting}.fields")
         self._mapped = {".".join(path[:n]) for _, path in self._map.paths for n in range(1, len(path) + 1)}
         scan, strict = reading.readers is not None, reading.strict
         folder = entry.images and os.path.realpath(entry.images)
@@ -147,12 +148,12 @@ class Dataset(Sequence[Record]):
 
     @property
     def bad(self) -> int:
-        """The number of bad records, without `Reading.strict`."""
+        """Number of bad records; 0 if `Reading.strict`."""
         return self._index.bad
 
     @cached_property
     def good_records(self) -> np.ndarray:
-        """The numbers of the other records, int64, ascending."""
+        """Numbers of the records that are not bad, int64, ascending."""
         return np.delete(np.arange(len(self)), self._index.bad_records())
 
     @property
@@ -162,7 +163,7 @@ class Dataset(Sequence[Record]):
 
     @property
     def unread(self) -> str:
-        """A line about keys of records that were not read; empty if there are none. Raises `UserError`, `OSError`."""
+        """A line about keys of records that were not read; empty without such keys. Raises `UserError`, `OSError`."""
         columns = self._format.unread(self._index.files[0]) if isinstance(self._format, ParquetFiles) else ()
         counts = {**dict.fromkeys(columns[:MAX_NAMES], len(self)), **self._index.unread}
         names = ", ".join(f"{name} ({number:,})" for name, number in counts.items())
@@ -170,11 +171,11 @@ class Dataset(Sequence[Record]):
 
     @cached_property
     def blocks(self) -> Blocks:
-        """Runs of records that are read best together."""
+        """Blocks of records that are best read together."""
         return self._index.blocks()
 
     def read_ahead(self, records: np.ndarray) -> None:
-        """Have the records of these numbers, int64, ready soon, where the format has a way to."""
+        """Prepare to read the records of these numbers, int64, soon, if the format supports that."""
         files = np.searchsorted(self._index.starts, records, side="right") - 1
         for file in np.unique(files).tolist():
             numbers = records[files == file] - self._index.starts[file]
@@ -190,25 +191,25 @@ class Dataset(Sequence[Record]):
         file, number = self._index.file_of(i)
         stored = self._index.files[file]
         try:
-            found = next(self._format.read(stored, self._index.columns(file), range(number, number + 1)))
+            raw = next(self._format.read(stored, self._index.columns(file), range(number, number + 1)))
         except OSError as error:
             problem, fix = f"cannot be read ({reason(error)})", "keep data sets in place while they are read"
             raise UserError.at(stored, problem=problem, fix=fix) from error
-        with blaming(self.name, i, found.where, "record"):
-            if isinstance(found.value, UserError):
-                raise found.value
-            turns, items, tools, _ = self._parsed(found.value, found.where)
+        with blaming(self.name, i, raw.where, "record"):
+            if isinstance(raw.value, UserError):
+                raise raw.value
+            turns, items, tools, _ = self._parsed(raw.value, raw.where)
         record = Record(
             dataset=self.name,
             index=i,
-            where=found.where,
+            where=raw.where,
             turns=tuple(turns),
             items=tuple(items),
             folder=self.entry.images,
             tools=tools,
         )
         known = self._index.headers(file, number)
-        # Of files that have changed since, they are read when needed.
+        # Headers of files that have changed since are read when needed.
         if known is None or [stamp for stamp, *_ in known] != [_stamp(record.item(k)) for k in range(len(items))]:
             return record
         return replace(record, headers=tuple((first, second) for _, first, second in known))
@@ -226,7 +227,7 @@ class Dataset(Sequence[Record]):
     def _checked(self, value: Any, where: str) -> tuple[bytes, Sequence[tuple[int, int, int]], Sequence[str]]:
         """See `megatron_hetero.data.sources.index.Check`."""
         turns, items, tools, names = self._parsed(value, where)
-        is_tar = isinstance(self._format, TarFiles)  # Parts of its samples that are texts have been read.
+        is_tar = isinstance(self._format, TarFiles)  # All its text fields have been read.
         unread = [n for n in names if n not in self._mapped and not (is_tar and n.rpartition(".")[2] in TEXTS)]
         shown = [
             (ref.field.key, label_of(ref.file), [*map(label_of, ref.frames)], ref.given)
@@ -234,38 +235,38 @@ class Dataset(Sequence[Record]):
             else (ref.field.key, label_of(ref.file))
             for ref in items
         ]
-        said = [
+        turns_shown = [
             turn[:2]
             if turn.supervised and not turn.further and type(turn.content) is str and "<" not in turn.content
-            else self._said(turn)
+            else self._digested(turn)
             for turn in turns
         ]
-        text = msgspec.json.encode((said, shown, tools) if tools else (said, shown))
+        text = msgspec.json.encode((turns_shown, shown, tools) if tools else (turns_shown, shown))
         readers = self._reading.readers
         if readers is None or not items:
             return text, (), unread
         record = Record(self.name, 0, where, (), tuple(items), self.entry.images)
         try:
-            shown_by = [(readers[ref.field], record.item(k)) for k, ref in enumerate(items)]
-            return text, [(_stamp(item), *reader.header(item)) for reader, item in shown_by], unread
+            readable = [(readers[ref.field], record.item(k)) for k, ref in enumerate(items)]
+            return text, [(_stamp(item), *reader.header(item)) for reader, item in readable], unread
         except UserError:
             if self._reading.strict:
                 raise
-            return text, (), unread  # They may be there when they are needed.
+            return text, (), unread  # The files may exist when they are needed.
 
-    def _said(self, turn: Turn) -> tuple[object, ...]:
-        """A turn for the digest: its speaker and text, or all of it if that is more, so that records keep theirs."""
+    def _digested(self, turn: Turn) -> tuple[object, ...]:
+        """A turn for the digest: its speaker and text if it has nothing else, which keeps digests of older versions."""
         if turn.supervised and not turn.further:
-            text, items = turn.text, [part for part in turn.parts if not isinstance(part, str)]
+            text, items = turn.text, [entry for entry in turn.entries if not isinstance(entry, str)]
             is_plain = turn.role == "assistant" or text.count("<") == len(items)
             if is_plain or split_at_placeholders(text, self._reading.fields) == turn.content:
                 return turn.role, text
-        parts = [part if isinstance(part, str) else (part.key,) for part in turn.parts]
-        return turn.role, parts, turn.supervised, turn.further
+        entries = [entry if isinstance(entry, str) else (entry.key,) for entry in turn.entries]
+        return turn.role, entries, turn.supervised, turn.further
 
 
 def _open_files(entry: DatasetConfig, setting: str, items: Sequence[str]) -> Opened:
-    """Finds the files of the data set of a `setting`. `items`: fields that items may be in. Raises `UserError`."""
+    """Find the files of the data set of a `setting`. `items`: names of item fields. Raises `UserError`."""
     if entry.annotations is not None:
         return JsonFiles(), (StoredFile(str(entry.annotations)),), {}
     pattern, chosen = entry.files or "", entry.format
@@ -273,8 +274,6 @@ def _open_files(entry: DatasetConfig, setting: str, items: Sequence[str]) -> Ope
         is_folder = not is_url(pattern) and Path(pattern).is_dir()
         chosen = "energon" if is_folder else _SUFFIXES.get(Path(pattern).suffix.lower(), "json")
     if chosen == "energon":
-        from megatron_hetero.data.sources.energon import open_energon  # Some builds of Python have no SQLite.
-
         return open_energon(Path(pattern), entry, f"{setting}.files")
     format = JsonFiles()
     if chosen == "parquet":
@@ -285,7 +284,7 @@ def _open_files(entry: DatasetConfig, setting: str, items: Sequence[str]) -> Ope
 
 
 def _stamp(item: Item) -> int:
-    """A number for size and time of the file with an item's header, to be taken before that is read."""
+    """A number that changes with the file of an item's header. It must be computed before the header is read."""
     try:
         version = repr(item.content.version()[1:])
     except OSError:

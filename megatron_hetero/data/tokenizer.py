@@ -1,7 +1,7 @@
-"""Files and tokenizer of a model's folder in `transformers` format: their checks, loading, and export.
+"""Checks, loading and export of the tokenizer and processor files in a model folder in `transformers` format.
 
-`transformers` is imported where it is used: it imports torch, seconds that command-line help and checks of the
-configuration need not wait for.
+`transformers` is imported where it is used: it imports torch, which takes seconds that command-line help and checks of
+the configuration need not wait for.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from megatron_hetero.models.registry import family_of, titles
 TOKENIZER = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 64 * 2**20
 MAX_TEMPLATE = 2**18
-"""Characters of a chat template. Published ones have some thousands."""
+"""Maximum characters of a chat template. Published templates have some thousands."""
 IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 _FIX = "copy the complete folder of the model again, tokenizer and processor files included"
 JSON_FILES = tuple(name for name in COMPANIONS if name.endswith(".json") and name != "vocab.json")
-"""JSON files that are read here or exported. A vocabulary may be large, and its tokenizer reads it."""
+"""JSON files that are read here or exported. `vocab.json` may be large, and only the tokenizer reads it."""
 
 Needed = tuple[tuple[str, ...], ...]
 TEXT_FILES: Needed = (("config.json",), ("tokenizer.json", "vocab.json"))
@@ -40,7 +40,7 @@ VISION_FILES: Needed = (("config.json",), IMAGE_FILES)
 
 
 def check_folder(path: Path, needed: Needed = TEXT_FILES + VISION_FILES, setting: str = "model.hf_path") -> None:
-    """Check that the folder that `setting` names has one file of each entry of `needed`, and that its files are valid.
+    """Check that the folder named by `setting` has one file of each entry of `needed`, and that its files are valid.
     Raises `UserError`.
     """
     if not path.is_dir():
@@ -51,7 +51,7 @@ def check_folder(path: Path, needed: Needed = TEXT_FILES + VISION_FILES, setting
             fix="correct the path; models are not downloaded: fetch one first with `hf download MODEL --local-dir DIR`",
         )
     for name in COMPANIONS:
-        # `transformers` would silently ignore what is not a file, and read one of any size.
+        # `transformers` would silently ignore anything that is not a file, and read files of any size.
         if unfit := is_unfit(path / name):
             raise UserError.at(path / name, found=unfit, expected=f"a file of {setting}", fix=_FIX)
     for names in needed:
@@ -75,7 +75,7 @@ def check_files(path: Path, names: Iterable[str] = JSON_FILES) -> None:
 
 @contextmanager
 def as_user_errors(path: Path, what: str, setting: str = "model.hf_path") -> Iterator[None]:
-    """Inside, any exception of `transformers` is raised as a `UserError` about `what` of the folder."""
+    """Context manager that raises any exception of `transformers` as a `UserError` about `what` in the folder."""
     try:
         yield
     except UserError:
@@ -90,8 +90,8 @@ def as_user_errors(path: Path, what: str, setting: str = "model.hf_path") -> Ite
 
 
 def load_tokenizer(path: Path, template: str | None = None) -> Any:
-    """The folder's tokenizer with its chat template, which older folders store in chat_template.json, or with another
-    `template`. Raises `UserError`.
+    """Load the folder's tokenizer with its chat template, which older folders store in chat_template.json, or with
+    another `template`. Raises `UserError`.
     """
     from transformers import AutoTokenizer
 
@@ -101,7 +101,7 @@ def load_tokenizer(path: Path, template: str | None = None) -> Any:
         legacy = path / "chat_template.json"
         if tokenizer.chat_template is None and legacy.is_file():
             tokenizer.chat_template = json.loads(legacy.read_text("utf-8"))["chat_template"]
-        # Broken settings are reported now, not at some record.
+        # Tokenize once, so that broken settings are reported now and not at some record.
         np.array(tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int64)
     if tokenizer.chat_template is None:
         raise UserError.at(
@@ -132,8 +132,8 @@ def check_vocabulary(path: Path, tokenizer: Any, rows: int) -> None:
 
 
 def open_tokenizer(folders: ModelFolders) -> Any:
-    """The tokenizer of the language model's folder. A folder of a language model alone gets the chat template of the
-    vision folder, which supports images. Raises `UserError`.
+    """Load the tokenizer of the language model's folder. If it has a language model only, the chat template of the
+    vision folder is used, which supports images. Raises `UserError`.
     """
     if not folders.text_alone:
         return load_tokenizer(folders.text)
@@ -167,8 +167,8 @@ def with_token_ids(folders: ModelFolders, tokenizer: Any) -> Any:
 
 
 def export_changes(folders: ModelFolders, config: Mapping[str, Any], encoders: Mapping[str, Path]) -> Changes:
-    """Files of an export that differ from those of the model's folder, as `text`, and of each further encoder's.
-    `config`: the run's configuration; `encoders`: folders of further encoders.
+    """Files of an export that differ from those in the model folder (under `text`), and in the folder of each further
+    encoder (under its name). `config`: the run's configuration. `encoders`: folders of further encoders.
     """
     changes: dict[str, Mapping[str, str | None]] = {TEXT: _model_files(folders, config.get("data") or {})}
     for name, folder in encoders.items():
@@ -178,7 +178,9 @@ def export_changes(folders: ModelFolders, config: Mapping[str, Any], encoders: M
 
 
 def _processor_files(folder: Path, family: Family, section: Mapping[str, Any]) -> dict[str, str | None]:
-    """Processor files for the inputs of a run with this section: all that some version of transformers reads first."""
+    """Processor files with the settings of a run in this section, for all versions of transformers: older ones read
+    other files first.
+    """
     files: dict[str, Any] = {}
     nested = read_object(folder / NESTED) if (folder / NESTED).is_file() else {}
     for each in family.items:
@@ -204,7 +206,7 @@ def _model_files(folders: ModelFolders, data: Mapping[str, Any]) -> dict[str, st
         changes |= {"chat_template.jinja": tokenizer.chat_template, "chat_template.json": None}
         stored = folders.text / "tokenizer_config.json"
         if stored.is_file():
-            own = json.loads(stored.read_text(encoding="utf-8"))
-            own.pop("chat_template", None)
-            changes[stored.name] = json.dumps(own, indent=2, ensure_ascii=False) + "\n"
+            tokenizer_config = json.loads(stored.read_text(encoding="utf-8"))
+            tokenizer_config.pop("chat_template", None)
+            changes[stored.name] = json.dumps(tokenizer_config, indent=2, ensure_ascii=False) + "\n"
     return changes | settings

@@ -9,7 +9,7 @@ from megatron_hetero.data.item_fields import ItemField
 
 ChatRole = Literal["system", "user", "assistant", "tool"]
 Content = str | tuple[str | ItemField, ...]
-"""A text, or texts and the fields of items in order. A text that looks like a placeholder is a text."""
+"""A text, or texts and the fields of items in their order. A placeholder inside a text is not an item."""
 
 
 class Turn(NamedTuple):
@@ -17,9 +17,9 @@ class Turn(NamedTuple):
 
     Attributes:
         role: the speaker.
-        content: text and items; only turns of users and tools have items.
+        content: the text, with items in turns of users and tools only.
         supervised: whether a turn of the assistant is trained on.
-        further: further fields of the chat message as the template takes them: `tool_calls`, `reasoning_content`,
+        further: further fields of the chat message in the form for the template: `tool_calls`, `reasoning_content`,
             `name`, `tool_call_id`.
     """
 
@@ -29,7 +29,7 @@ class Turn(NamedTuple):
     further: Mapping[str, Any] = {}
 
     @property
-    def parts(self) -> Sequence[str | ItemField]:
+    def entries(self) -> Sequence[str | ItemField]:
         """Texts and the fields of items, in order."""
         return (self.content,) if isinstance(self.content, str) else self.content
 
@@ -38,4 +38,4 @@ class Turn(NamedTuple):
         """The content with a placeholder for each item, for display."""
         if isinstance(self.content, str):
             return self.content
-        return "".join([part if isinstance(part, str) else part.placeholder for part in self.content])
+        return "".join([entry if isinstance(entry, str) else entry.placeholder for entry in self.content])

@@ -1,15 +1,15 @@
-"""Validates records, once when their files are indexed and again when one is read, and reduces them to turns, items and
+"""Validates records when their files are indexed and again when they are read, and reduces them to turns, items and
 tools.
 
-The text of a record is in one of these *forms*, the first that it has:
+The text of a record has one of these *forms*, the first one that is present:
 
-  - `conversations`: turns with `from` and `value`, as LLaVA has them;
-  - `messages`: turns with `role` and `content`, a text or a list of parts as chat templates take them;
+  - `conversations`: turns with `from` and `value`, as in LLaVA;
+  - `messages`: turns with `role` and `content`, a text or a list of entries as for chat templates;
   - `texts`: pairs of `user` and `assistant`;
   - `question` and `answer`; or `answer` alone, as for captions.
 
-In all but the first, items without placeholders come before the first human text. Placeholders are in plain texts of
-users and tools; in parts of messages, types tell what is an item, and what the assistant says is text.
+In all forms but the first, items without placeholders come before the first human text. Placeholders are recognised in
+plain texts of users and tools only; in lists of entries the type of an entry tells whether it is an item.
 """
 
 from __future__ import annotations
@@ -26,7 +26,18 @@ from typing import Any, NamedTuple
 import msgspec
 
 from megatron_hetero.base.errors import UserError, quoted
-from megatron_hetero.data.item_fields import EMPTY, SETTINGS, ItemField, ItemRef, items_of, kind, with_settings, wrong
+from megatron_hetero.data.item_fields import (
+    EMPTY,
+    ITEM_TYPES,
+    PLURALS,
+    SETTINGS,
+    ItemField,
+    ItemRef,
+    items_of,
+    kind,
+    with_settings,
+    wrong,
+)
 from megatron_hetero.data.keys import FORMS, READ, THOUGHTS, WEIGHTS, unread
 from megatron_hetero.data.turns import ChatRole, Content, Turn
 from megatron_hetero.models.items.types import Modality
@@ -35,23 +46,21 @@ from megatron_hetero.models.items.types import Modality
 ROLES: Mapping[str, ChatRole] = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
          "system": "system", "tool": "tool", "observation": "tool", "tool_response": "tool"}  # fmt: skip
 _CALLS = ("function_call", "tool_call")
-"""Speakers, the assistant, whose text is the JSON of `tool_calls`, perhaps after a thought."""
+"""Names of the assistant in turns whose text is the JSON of `tool_calls`, optionally after a thought."""
 _THOUGHT_AND_CALLS = re.compile(r"(?:\s*<think>(.*?)</think>)?(.*)", re.DOTALL)
 _NEXT = {None: ("user",), "user": ("assistant",), "assistant": ("user", "tool"), "tool": ("assistant", "tool")}
-"""Roles that may follow a turn; only a tool follows its call."""
+"""Roles that may follow a turn of each role; a call is followed by a tool only."""
 _SHOWING = ("user", "tool")
-"""Roles whose turns show items."""
+"""Roles whose turns may show items."""
 _TEXTS = {"conversations": ("value",), "messages": ("content",), "texts": ("user", "assistant"),
           **dict.fromkeys(FORMS[3:], ("question", "answer"))}  # fmt: skip
-"""Keys of the texts of turns, in turn, by form."""
+"""By form, the keys of the texts of consecutive turns."""
 _EXAMPLES = {"conversations": '[{"from": "human", "value": ...}, ...]', "texts": '[{"user": ..., "assistant": ...}]',
              "messages": '[{"role": "user", "content": ...}, ...]'}  # fmt: skip
-_PARTS = {"image_url": "image", "video_url": "video"}
-"""Fields of items by types of parts, besides their own."""
 
 
 class Parsed(NamedTuple):
-    """What a record says. `items`: in the order in which turns show them. `unread`: names of keys that were not read,
+    """Contents of a record. `items`: in the order in which turns show them. `unread`: names of keys that were not read,
     see `megatron_hetero.data.keys`.
     """
 
@@ -64,10 +73,10 @@ class Parsed(NamedTuple):
 def item_fields(
     own: Mapping[str, Sequence[Modality]], further: Mapping[str, Sequence[Modality]] = {}
 ) -> tuple[ItemField, ...]:
-    """The fields of a model's own and of further encoders, which take items of these modalities.
+    """The item fields of encoders, given the modalities of each: `own` encoders of the model, and `further` ones.
 
-    A field of a model's own encoder is named after the modality; the first one of a further encoder after the encoder,
-    others `ENCODER_MODALITY`.
+    A field of an own encoder has the name of the modality. The first field of a further encoder has the name of the
+    encoder, others `ENCODER_MODALITY`.
     """
     fields = []
     for encoder, modalities in {**own, **further}.items():
@@ -89,9 +98,10 @@ def validate_record(
     fields: Sequence[ItemField] = IMAGES,
     video_placeholder: str = "<video>",
 ) -> Parsed:
-    """Checks the record `where`, and reduces it to what training needs. Raises `UserError`.
+    """Check a record, which messages call `where`, and reduce it to the data for training. Raises `UserError`.
 
-    `folder`: of items that are given by paths, in `fields`. `video_placeholder`: a video in records without pictures.
+    `folder`: the folder of items that are given by paths. `fields`: item fields of the model. `video_placeholder`:
+    placeholder of a video in records without pictures.
     """
     if not isinstance(value, dict):
         raise wrong(where, kind(value), "a JSON object", 'write {"image": ..., "conversations": [...]}')
@@ -103,38 +113,40 @@ def validate_record(
         return _place(where, form, numbers[k])
 
     _check_order(turns, place)
-    if not has_videos and (name := next((name for name in ("video", "videos") if value.get(name)), None)):
+    if not has_videos and (name := next((name for name in ("video", PLURALS["video"]) if value.get(name)), None)):
         raise _no_videos(f"{where}: field '{name}'")
-    own = {field: items_of(value, field, where, folder) for field in fields}
+    listed = {field: items_of(value, field, where, folder) for field in fields}
     mark = video_placeholder if value.get("video") and not value.get("image") else "<video>"
     shown: list[ItemRef] = []
     for k, turn in enumerate(turns):
         if isinstance(turn.content, str) and (turn.role == "assistant" or "<" not in turn.content):
             continue
-        parts: Sequence[Any]
+        entries: Sequence[Any]
         if isinstance(turn.content, str):
             text = turn.content.replace(mark, "<video>")
             if not has_videos and "<video>" in text:
                 raise _no_videos(place(k))
-            parts = content = split_at_placeholders(text, fields)
-            refs = [ItemRef(part, "") for part in parts if not isinstance(part, str)]
+            entries = content = split_at_placeholders(text, fields)
+            refs = [ItemRef(entry, "") for entry in entries if not isinstance(entry, str)]
         else:
-            parts = [_part(part, own, f"{place(k)} part {j}", folder, ignored) for j, part in enumerate(turn.content)]
-            content = _merged(part.field if isinstance(part, ItemRef) else part for part in parts)
-            refs = [part for part in parts if isinstance(part, ItemRef)]
+            entries = [
+                _entry(entry, listed, f"{place(k)} entry {j}", folder, ignored) for j, entry in enumerate(turn.content)
+            ]
+            content = _merged(entry.field if isinstance(entry, ItemRef) else entry for entry in entries)
+            refs = [entry for entry in entries if isinstance(entry, ItemRef)]
         if refs and turn.role not in _SHOWING:
             found, expected = f"{refs[0].field.placeholder} in a turn of {turn.role}", "only text"
-            fix = "move it to the human turn that shows the item; what is text is a part of type text in `messages`"
+            fix = "move it to the human turn that shows the item; what is text is an entry of type text in `messages`"
             raise wrong(place(k), found, expected, fix)
         turns[k] = Turn(turn.role, content, turn.supervised, turn.further)
         shown += refs
     if form != FORMS[0]:
-        shown = _before(turns, own, shown)
+        shown = _before(turns, listed, shown)
     _check_answers(turns, place, f"{where}: field '{form}'")
-    items = _placed(value, shown, own, form, where)
+    items = _placed(value, shown, listed, form, where)
     if not SETTINGS.keys().isdisjoint(value):
-        of_items = {name for ref in items for name in ref.field.settings}
-        ignored += [name for name in SETTINGS if name not in of_items and value.get(name) not in EMPTY]
+        used = {name for ref in items for name in ref.field.settings}
+        ignored += [name for name in SETTINGS if name not in used and value.get(name) not in EMPTY]
     if folder is None and (paths := [ref for ref in items if isinstance(ref.file, str)]):
         problem = f"{quoted(str(paths[0].file))} given, but the data set has no image folder"
         fix = "set `images` of the data set in data.registry"
@@ -143,7 +155,7 @@ def validate_record(
 
 
 def _form_of(value: dict[str, Any], where: str) -> str:
-    """The form of a record's text: the first that has a value, or that there is. Raises `UserError` for none."""
+    """The form of a record's text: the first one with a value, else the first one present. Raises `UserError`."""
     form = next((name for name in FORMS if value.get(name) not in EMPTY), "")
     if not form and not (form := next((name for name in FORMS if value.get(name) is not None), "")):
         found = f"no such field among {quoted(', '.join(value))}" if value else "an empty object"
@@ -153,7 +165,7 @@ def _form_of(value: dict[str, Any], where: str) -> str:
 
 
 def _system(value: dict[str, Any], turns: Sequence[Turn], where: str) -> list[Turn]:
-    """The turn of the record's field `system`, if there is one beside these turns."""
+    """The turn of the record's field `system`, which must be the only system turn; empty without the field."""
     if (system := value.get("system")) in EMPTY:
         return []
     if not isinstance(system, str) or turns[0].role == "system":
@@ -163,7 +175,7 @@ def _system(value: dict[str, Any], turns: Sequence[Turn], where: str) -> list[Tu
 
 
 def _tools(value: dict[str, Any], where: str) -> tuple[dict[str, Any], ...]:
-    """The tools of a record, without keys that have no value."""
+    """The tools of a record, without keys whose values are null."""
     if (given := value.get("tools")) in EMPTY:
         return ()
     tools = _objects(given, place := f"{where}: field 'tools'")
@@ -172,7 +184,7 @@ def _tools(value: dict[str, Any], where: str) -> tuple[dict[str, Any], ...]:
 
 @lru_cache
 def _known(fields: tuple[ItemField, ...]) -> tuple[frozenset[str], bool]:
-    """Keys of records that are read, and whether videos are."""
+    """Keys of records that are read, and whether the model takes videos."""
     known = frozenset([*READ["record"], *(field.name for field in fields)])
     return known, any(field.modality == "video" for field in fields)
 
@@ -183,10 +195,10 @@ def _no_videos(place: str) -> UserError:
 
 
 def split_at_placeholders(text: str, fields: Sequence[ItemField]) -> Content:
-    """The text with fields in place of their placeholders."""
+    """Split a text into texts and the item fields whose placeholders it has."""
     pattern, by_placeholder = _placeholders(tuple(fields))
-    parts = pattern.split(text)
-    return text if len(parts) == 1 else tuple([by_placeholder.get(part, part) for part in parts if part])
+    pieces = pattern.split(text)
+    return text if len(pieces) == 1 else tuple([by_placeholder.get(piece, piece) for piece in pieces if piece])
 
 
 @lru_cache
@@ -195,9 +207,9 @@ def _placeholders(fields: tuple[ItemField, ...]) -> tuple[re.Pattern[str], dict[
     return re.compile("(" + "|".join(map(re.escape, by_placeholder)) + ")"), by_placeholder
 
 
-def _merged(parts: Iterable[str | ItemField]) -> Content:
-    """The content of a turn, with texts joined between items."""
-    runs = groupby(parts, lambda part: isinstance(part, str))
+def _merged(entries: Iterable[str | ItemField]) -> Content:
+    """The content of a turn, with consecutive texts joined."""
+    runs = groupby(entries, lambda entry: isinstance(entry, str))
     merged = [each for is_text, run in runs for each in (["".join(map(str, run))] if is_text else run) if each]
     return tuple(merged) if any(not isinstance(each, str) for each in merged) else "".join(map(str, merged))
 
@@ -205,57 +217,61 @@ def _merged(parts: Iterable[str | ItemField]) -> Content:
 # ------------------------------------------------------------------------------------------ items in their places
 
 
-def _part(
-    part: Any, own: Mapping[ItemField, Sequence[ItemRef]], place: str, folder: Path | None, ignored: list[str]
+def _entry(
+    entry: Any, listed: Mapping[ItemField, Sequence[ItemRef]], place: str, folder: Path | None, ignored: list[str]
 ) -> str | ItemRef:
-    """A part of a message: a text or an item, without a file if that is in the record's field."""
-    if isinstance(part, str):
-        return part
-    given, fields = part if isinstance(part, dict) else {}, {field.name: field for field in own}
-    name = given.get("type") or next((key for key in ("text", *fields, *_PARTS) if given.get(key) is not None), "")
+    """An entry in the content of a message: a text, or an item, which has no file if the record's field names it."""
+    if isinstance(entry, str):
+        return entry
+    given, fields = entry if isinstance(entry, dict) else {}, {field.name: field for field in listed}
+    name = given.get("type") or next((key for key in ("text", *fields, *ITEM_TYPES) if given.get(key) is not None), "")
     if name == "text":
-        ignored += unread(given, "part", ("type", "text"), place)
+        ignored += unread(given, "entry", ("type", "text"), place)
         if not isinstance(given.get("text"), str):
-            raise wrong(f"{place}: field 'text'", kind(given.get("text")), "a text", "write it, or remove the part")
+            raise wrong(f"{place}: field 'text'", kind(given.get("text")), "a text", "write it, or remove the entry")
         return given["text"]
-    field = fields.get(_PARTS.get(name, name)) if isinstance(name, str) else None
+    field = fields.get(ITEM_TYPES.get(name, name)) if isinstance(name, str) else None
     if field is None:
-        found = f"a part of type {quoted(name)}" if given and isinstance(name, str) else kind(part)
-        fix = "write it as one of these, or remove the part"
-        raise wrong(place, found, f"parts of type {', '.join(['text', *fields, *_PARTS])}", fix)
+        found = f"an entry of type {quoted(name)}" if given and isinstance(name, str) else kind(entry)
+        fix = "write it as one of these, or remove the entry"
+        raise wrong(place, found, f"entries of type {', '.join(['text', *fields, *ITEM_TYPES])}", fix)
     if isinstance(given.get(name), dict):  # {"type": "image_url", "image_url": {"url": ...}}
         given = {**given, name: None, **given[name]}
-    ignored += unread(given, "part", (name, field.name, *READ["part"], *field.settings), place)
+    ignored += unread(given, "entry", (name, field.name, *READ["entry"], *field.settings), place)
     files = [given[key] for key in dict.fromkeys((name, field.name, "url", "path")) if given.get(key) not in EMPTY]
-    if not files and not own[field]:
-        found, fix = f"no {field.modality}", f"write it into '{field.name}', 'url' or 'path' of the part"
+    if not files and not listed[field]:
+        found, fix = f"no {field.modality}", f"write it into '{field.name}', 'url' or 'path' of the entry"
         raise wrong(place, found, f"one, here or in '{field.name}' of the record", fix)
     several = [ref for file in files for ref in items_of({field.name: file}, field, place, folder)]
     if len(several) > 1:
-        raise wrong(place, f"{len(several)} items", "one item in a part", "write a part for each")
+        raise wrong(place, f"{len(several)} items", "one item in an entry", "write an entry for each")
     return with_settings(given, several or [ItemRef(field, "")], place)[0]
 
 
-def _before(turns: list[Turn], own: Mapping[ItemField, Sequence[ItemRef]], shown: list[ItemRef]) -> list[ItemRef]:
-    """What turns show, with items of fields that none shows before the first human text."""
+def _before(turns: list[Turn], listed: Mapping[ItemField, Sequence[ItemRef]], shown: list[ItemRef]) -> list[ItemRef]:
+    """Insert the items of fields that no turn shows before the first human text. Returns all items that turns show."""
     named = {ref.field for ref in shown}
-    if not (more := [field for field, refs in own.items() if field not in named for _ in refs]):
+    if not (more := [field for field, refs in listed.items() if field not in named for _ in refs]):
         return shown
     k = next(k for k, turn in enumerate(turns) if turn.role == "user")
-    turns[k] = turns[k]._replace(content=_merged([*more, *turns[k].parts]))
+    turns[k] = turns[k]._replace(content=_merged([*more, *turns[k].entries]))
     return [*(ItemRef(field, "") for field in more), *shown]
 
 
 def _placed(
-    value: dict[str, Any], shown: Sequence[ItemRef], own: Mapping[ItemField, Sequence[ItemRef]], form: str, where: str
+    value: dict[str, Any],
+    shown: Sequence[ItemRef],
+    listed: Mapping[ItemField, Sequence[ItemRef]],
+    form: str,
+    where: str,
 ) -> list[ItemRef]:
-    """The items that turns show, those of the record's fields in their order, with what it says of them."""
-    listed = [ref for refs in own.values() for ref in refs]
-    if shown == [ItemRef(ref.field, "") for ref in listed] and SETTINGS.keys().isdisjoint(value):
-        return listed  # Nearly all records.
+    """The items that turns show, with files from the record's fields in order, and with their settings."""
+    refs_in_order = [ref for refs in listed.values() for ref in refs]
+    if shown == [ItemRef(ref.field, "") for ref in refs_in_order] and SETTINGS.keys().isdisjoint(value):
+        return refs_in_order  # Nearly all records.
     fields = [ref.field for ref in shown]
     without = [ref.field for ref in shown if ref.file == ""]
-    for field, refs in own.items():
+    for field, refs in listed.items():
         marks = without.count(field)
         if refs and marks < fields.count(field):
             place, because = f"{where}: fields '{field.name}' and '{form}'", "their order is unknown"
@@ -265,10 +281,10 @@ def _placed(
             found = f"{marks} {field.placeholder} placeholders for {len(refs)} {field.modality}s"
             fix, because = f"add or remove placeholders or {field.modality}s", "it marks the place of an item's tokens"
             raise wrong(place, found, f"one placeholder for each {field.modality}", fix, because)
-    coming = {field: iter(refs) for field, refs in own.items() if refs}
+    coming = {field: iter(refs) for field, refs in listed.items() if refs}
     items = [ref if ref.file != "" else next(coming[ref.field]) for ref in shown]
     items = [item._replace(given=ref.given) for item, ref in zip(items, shown, strict=True)]
-    settled = {field: iter(with_settings(value, [i for i in items if i.field == field], where)) for field in own}
+    settled = {field: iter(with_settings(value, [i for i in items if i.field == field], where)) for field in listed}
     return [next(settled[item.field]) for item in items]
 
 
@@ -276,20 +292,20 @@ def _placed(
 
 
 def _turns(value: dict[str, Any], form: str, where: str, ignored: list[str]) -> tuple[list[Turn], Sequence[int]]:
-    """The turns of a record, whose content may be a list of parts as the record has it, and their numbers there. Turns
-    with nothing but calls go on with those of the assistant before them.
+    """The turns of a record, whose content may still be a list of entries, and their numbers in the record. The calls
+    of a turn without text are added to the assistant's turn before it.
     """
     keys, listed = _TEXTS[form], value[form]
     if form in FORMS[3:]:
         answer = value.get("answer")
-        # Some data sets have several right answers, the first of which is trained on.
+        # Some data sets have several right answers; the first one is trained on.
         answer = answer[0] if isinstance(answer, list) and answer else answer
         listed = [{"question": "" if value.get("question") is None else value["question"], "answer": answer}]
     if not isinstance(listed, list) or not listed:
         found = "an empty list" if listed == [] else kind(listed)
         raise wrong(f"{where}: field '{form}'", found, "a list of turns", f"write {_EXAMPLES[form]}")
     if form == FORMS[0]:
-        try:  # Nearly all records are as simple as they can be.
+        try:  # Fast path: nearly all records have only these two keys.
             turns = [Turn(ROLES[t["from"]], t["value"]) for t in listed if len(t) == 2 and type(t["value"]) is str]
         except (KeyError, TypeError):
             turns = []
@@ -319,7 +335,7 @@ def _turns(value: dict[str, Any], form: str, where: str, ignored: list[str]) -> 
 
 
 def _turn(turn: Any, keys: tuple[str, ...], k: int, place: str, ignored: list[str]) -> Turn:
-    """A turn with its text in key `k` of `keys`."""
+    """Check a turn whose text has key `k` of `keys`."""
     role_key, text_key = "from" if keys == ("value",) else "role", keys[k]
     if not isinstance(turn, dict):
         raise wrong(place, kind(turn), f"an object with '{role_key}' and '{text_key}'")
@@ -354,26 +370,26 @@ def _turn(turn: Any, keys: tuple[str, ...], k: int, place: str, ignored: list[st
 
 
 def _further(turn: dict[str, Any], role: ChatRole, place: str, ignored: list[str]) -> dict[str, Any]:
-    """What a chat message has besides its content."""
-    found: dict[str, Any] = {}
+    """Fields of a chat message besides its content: thought, calls, name and call id."""
+    further: dict[str, Any] = {}
     speakers = {**dict.fromkeys((*THOUGHTS, "tool_calls"), "assistant"), "name": role, "tool_call_id": "tool"}
     for name, speaker in speakers.items():
         if (given := turn.get(name)) in EMPTY:
             continue
-        key, place_of_it = THOUGHTS[0] if name in THOUGHTS else name, f"{place}: field '{name}'"
+        key, field_place = THOUGHTS[0] if name in THOUGHTS else name, f"{place}: field '{name}'"
         if name == "tool_calls":
-            given = [_call(call, place_of_it, ignored) for call in _objects(given, place_of_it)]
+            given = [_call(call, field_place, ignored) for call in _objects(given, field_place)]
         elif not isinstance(given, str):
-            raise wrong(place_of_it, kind(given), "a text")
+            raise wrong(field_place, kind(given), "a text")
         if role != speaker:
-            raise wrong(place_of_it, f"a turn of {role}", f"a turn of {speaker}", "move or remove the field")
-        if found.setdefault(key, given) != given:
-            raise wrong(place_of_it, f"another text than in '{key}'", "one thought", "remove one of the fields")
-    return found
+            raise wrong(field_place, f"a turn of {role}", f"a turn of {speaker}", "move or remove the field")
+        if further.setdefault(key, given) != given:
+            raise wrong(field_place, f"another text than in '{key}'", "one thought", "remove one of the fields")
+    return further
 
 
 def _call(call: dict[str, Any], place: str, ignored: list[str]) -> dict[str, Any]:
-    """A call as chat templates take it, with its arguments as an object."""
+    """A tool call in the form for chat templates, with its arguments as an object."""
     function = _function(call, place)
     for each in (call,) if function is call else (call, function):
         ignored += unread(each, "call", READ["call"], place)
@@ -386,7 +402,7 @@ def _call(call: dict[str, Any], place: str, ignored: list[str]) -> dict[str, Any
 
 
 def _function(given: dict[str, Any], place: str) -> dict[str, Any]:
-    """The function of a tool or call, with its name: an object in it, or itself."""
+    """The object with the name of a tool or call: its `function`, or itself."""
     function = given if given.get("function") is None else given["function"]
     if not isinstance(function, dict) or not isinstance(name := function.get("name"), str) or not name:
         raise wrong(place, "no name of a function", 'objects such as {"function": {"name": ..., ...}}')
@@ -394,7 +410,7 @@ def _function(given: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _objects(given: Any, place: str) -> list[dict[str, Any]]:
-    """JSON objects, in a list or not, as they are or as JSON text. Raises `UserError`."""
+    """Decode a JSON object or a list of them, or their JSON text. Raises `UserError`."""
     try:
         given = msgspec.json.decode(given) if isinstance(given, str) else given
         return msgspec.convert(given if isinstance(given, list) else [given], list[dict[str, Any]])
@@ -404,7 +420,7 @@ def _objects(given: Any, place: str) -> list[dict[str, Any]]:
 
 
 def _check_answers(turns: Sequence[Turn], place: Callable[[int], str], whole: str) -> None:
-    """Check that no answer is empty, and one is trained on."""
+    """Check that no answer is empty, and that at least one is trained on. Raises `UserError`."""
     is_trained = False
     for k, turn in enumerate(turns):
         if turn.role == "assistant":
@@ -418,8 +434,8 @@ def _check_answers(turns: Sequence[Turn], place: Callable[[int], str], whole: st
 
 
 def _check_order(turns: Sequence[Turn], place: Callable[[int], str]) -> None:
-    """An optional leading system turn, then user and assistant in turn, ending with the assistant. Tools answer the
-    assistant, who then continues.
+    """Check the order of turns: an optional system turn, then user and assistant alternately, the assistant last. Tools
+    answer calls of the assistant, which then continues. Raises `UserError`.
     """
     before, is_call = None, False
     for k, turn in enumerate(turns):
@@ -437,6 +453,6 @@ def _check_order(turns: Sequence[Turn], place: Callable[[int], str]) -> None:
 
 
 def _place(where: str, form: str, k: int) -> str:
-    """Turn `k` of a form in messages."""
+    """Name of turn `k` of a form in error messages."""
     name = f"{form}[{k}]" if form in FORMS[:2] else f"texts[{k // 2}]" if form == "texts" else FORMS[3:][k]
     return f"{where}: field '{name}'"

@@ -16,7 +16,7 @@ import numpy as np
 from megatron_hetero.base.files import Json, Only, check
 from megatron_hetero.layout.axes import Split, View
 from megatron_hetero.layout.names import ROWS
-from megatron_hetero.models.items.types import Block, ItemShape, ItemType
+from megatron_hetero.models.items.types import ItemShape, ItemType, RowBlock
 
 # Layers import torch, which takes a second.
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class Family:
         """Return the language model's shape from a whole model's configuration."""
         raise NotImplementedError
 
-    def positions(self, tokens: int, starts: np.ndarray, blocks: Sequence[Block], /) -> np.ndarray:
+    def positions(self, tokens: int, starts: np.ndarray, blocks: Sequence[RowBlock], /) -> np.ndarray:
         """Return the rotary positions of a sample, int64 [dims, tokens]. `starts`: position of the first row of each of
         the `blocks` of its items.
         """

@@ -10,7 +10,6 @@ import os
 import random
 import resource
 import shutil
-import sqlite3
 import tarfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.mixture import open_held_out, open_mixture
 from megatron_hetero.data.processor import Processor, open_processor
 from megatron_hetero.data.records import Dataset, Reading, Record
-from megatron_hetero.data.sources import parquet
+from megatron_hetero.data.sources import parquet_groups
 from megatron_hetero.data.turns import Turn
 from megatron_hetero.data.validation import IMAGES
 from megatron_hetero.hf.peft_folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -291,18 +290,11 @@ def _run_sources(good: Path, rng: random.Random, case: Path) -> bool:
 
 
 def _change_meta(meta: Path, rng: random.Random) -> None:
-    """Other names in the split of a folder of Energon, or other tables and rows in its index."""
-    if rng.random() < 0.5:
-        split = yaml.safe_load((meta / "split.yaml").read_text())
-        for names in (split["split_parts"]["train"], split["exclude"]):
-            names += ["".join(rng.choices(words.NAMES, k=rng.randint(1, 5))) for _ in range(rng.choice((0, 1, 1, 2)))]
-        (meta / "split.yaml").write_text(json.dumps(split))
-        return
-    with contextlib.closing(sqlite3.connect(meta / "index.sqlite")) as database:
-        for command in rng.choices(words.SQL, k=rng.randint(1, 4)):
-            with contextlib.suppress(sqlite3.Error):
-                database.execute(command)
-        database.commit()
+    """Other names in the split of a folder of Energon."""
+    split = yaml.safe_load((meta / "split.yaml").read_text())
+    for names in (split["split_parts"]["train"], split["exclude"]):
+        names += ["".join(rng.choices(words.NAMES, k=rng.randint(1, 5))) for _ in range(rng.choice((0, 1, 1, 2)))]
+    (meta / "split.yaml").write_text(json.dumps(split))
 
 
 def _run_crafted(good: Path, rng: random.Random, case: Path) -> bool:
@@ -355,7 +347,7 @@ def _run_crafted(good: Path, rng: random.Random, case: Path) -> bool:
             if kind == "turns":
                 _processor(good).tokenize(record)
 
-    with mock.patch.object(parquet, "MAX_GROUP_BYTES", 1 << 28):
+    with mock.patch.object(parquet_groups, "MAX_GROUP_BYTES", 1 << 28):
         refused = _refused(read)
     if (peak := resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 20) > 3:
         raise Odd(f"{peak} GiB of memory")

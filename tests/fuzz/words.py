@@ -26,24 +26,6 @@ NAMES = (
     "{..}", "file:///etc/passwd", "{/etc/passwd}", "{/etc}/*", "{0..99}", "{0..999999}", "data-00.tar", "a", "\0",
     "\ud800", "é", "{" * 3000, "}" * 3000, "{a}" * 90, "x" * 5000, "{0..%s}" % ("9" * 5000), "data:,", "\n",
 )  # fmt: skip
-_COUNTED = "WITH RECURSIVE c(x) AS (SELECT 0 UNION ALL SELECT x + 1 FROM c LIMIT 20000) SELECT 0, {} FROM c"
-SQL = (
-    "PRAGMA writable_schema = ON", "DROP TABLE samples", "DROP TABLE sample_parts", "DELETE FROM samples",
-    "DELETE FROM sample_parts", "UPDATE sqlite_master SET rootpage = 2",
-    "UPDATE sqlite_master SET name = CAST(X'ff' AS TEXT)",
-    "UPDATE sqlite_master SET sql = replace(sql, 'TABLE', 'VIEW')", "PRAGMA encoding = 'UTF-16'",
-    "CREATE VIEW sample_parts AS WITH RECURSIVE c(x) AS (SELECT 0 UNION ALL SELECT x FROM c) SELECT x FROM c",
-    "CREATE TABLE samples (tar_file_id, sample_index, sample_key AS (printf('%.*c', 300000000, 'x')))",
-    "CREATE TABLE samples (tar_file_id, sample_key, sample_index, byte_offset, byte_size)",
-    "CREATE TABLE sample_parts (tar_file_id, sample_index, part_name, content_byte_offset, content_byte_size)",
-    "CREATE INDEX idx_sample_parts_seq ON sample_parts (part_name)",
-    "CREATE INDEX idx_samples_by_tar_and_idx ON samples (tar_file_id, sample_index) WHERE sample_index > 1",
-    f"INSERT INTO samples {_COUNTED.format('0, 0, 0, 0')}", f"INSERT INTO samples {_COUNTED.format('x, x, 0, 0')}",
-    f"INSERT INTO sample_parts {_COUNTED.format('0, 1, 512, 1')}",
-    "UPDATE samples SET sample_key = CAST(X'ff' AS TEXT)", "UPDATE samples SET sample_key = printf('%.*c', 9999, 'x')",
-    "UPDATE samples SET sample_index = 0", "UPDATE sample_parts SET part_name = X'00'",
-    "UPDATE sample_parts SET sample_index = -sample_index", "UPDATE sample_parts SET content_byte_size = 1 << 62",
-)  # fmt: skip
 TEMPLATES = (
     "{{ 1 / 0 }}", "{% for a in range(10**9) %}{% for b in range(10**9) %}{% endfor %}{% endfor %}", "{{ x.y.z }}",
     "{%", "{{ ''.__class__.__mro__ }}", "{{ cycler.__init__.__globals__.os.system('id') }}", "",

@@ -1,1 +1,1 @@
-"""Files of records, each format in a file of its own: found by a pattern, indexed once, and then read at any place."""
+"""File formats of data sets: files are found by a pattern, indexed once, and then read in any order."""

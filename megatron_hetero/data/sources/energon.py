@@ -1,9 +1,10 @@
-"""Folders that Energon has prepared: tars of samples, and what their folder `.nv-meta` says of them.
+"""Folders that Energon has prepared: tars of samples, described by files in the folder `.nv-meta`.
 
-- `split.yaml` or `split.json`: the tars of each split, and what is excluded;
-- `.info.json` or `.info.yaml`: the tars by number, with the samples in each;
-- `index.sqlite`: where each part is, so that tars need not be scanned;
-- `dataset.yaml`: which part is which field of a sample. Code that it names is never run.
+- `split.yaml` or `split.json`: the tars of each split, and the excluded tars and samples;
+- `.info.json` or `.info.yaml`: how many samples each tar has;
+- `dataset.yaml`: which member of a tar is which field of a sample. Code that it names is never run.
+
+Tars are scanned as those of WebDataset; Energon's own index, `index.sqlite`, is not read.
 """
 
 from __future__ import annotations
@@ -11,33 +12,30 @@ from __future__ import annotations
 import json
 import os
 import re
-import sqlite3
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
-from urllib.parse import quote
 
 import yaml
 
 from megatron_hetero.base.contents import ByteRange, StoredFile, is_url
 from megatron_hetero.base.errors import MAX_QUOTED, UserError, in_short, listed, quoted, reason, truncated
-from megatron_hetero.base.files import open_regular, read_text, resolved
+from megatron_hetero.base.files import read_text, resolved
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.item_fields import kind
 from megatron_hetero.data.sources.formats import Columns, Opened, Place
 from megatron_hetero.data.sources.json_files import MAX_TEXT_BYTES
 from megatron_hetero.data.sources.mapping import value_at
-from megatron_hetero.data.sources.patterns import MAX_NAME, with_braces_expanded
-from megatron_hetero.data.sources.tar_headers import BLOCK, Member, require_tar, tar_members
+from megatron_hetero.data.sources.patterns import with_braces_expanded
+from megatron_hetero.data.sources.tar_headers import Member, tar_members
 from megatron_hetero.data.sources.tar_records import decoded_json, form_of
 from megatron_hetero.data.sources.tars import TarFiles, collect
 from megatron_hetero.data.validation import FORMS
 
 MAX_META_BYTES = 1 << 26
-"""Limit of each file of YAML or JSON."""
+"""Limit of each YAML or JSON file."""
 
 _PREPARE = "run `energon prepare` on the folder again"
 _FIELDS = {
@@ -46,55 +44,46 @@ _FIELDS = {
     "vidqa": {"video": "video", "context": "question", "answers": "answer"},
     "chatml": {"imgs": "image", "videos": "video", "conversation": ""},
 }
-"""For classes `NAMESample` and `NAMEWebdataset`, our fields by theirs; a conversation becomes one by its content."""
+"""By the name of a class `NAMESample` or `NAMEWebdataset`: field of a record by field of the sample. The field of a
+conversation depends on its content.
+"""
 _OPTIONAL = ("imgs", "videos")
 _PICKLED = ("jpgs", "mp4s", "videos", "pickle", "pkl", "pyd")
 _KEYS = re.compile(r"[^\[\]]+")
 _PATH = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
-# In the order of Energon's own indexes, or of the rows: nothing is sorted, and no index built, in memory or on disk.
-_PARTS = """
-    SELECT s.sample_key, p.part_name, p.content_byte_offset, p.content_byte_size
-    FROM sample_parts p {sample_parts} CROSS JOIN samples s {samples}
-    ON s.tar_file_id = p.tar_file_id AND s.sample_index = p.sample_index WHERE p.tar_file_id = ?
-"""
-_ORDERED = {"samples": "idx_samples_by_tar_and_idx", "sample_parts": "idx_sample_parts_seq"}
-_META = (".info.json", ".info.yaml", "split.yaml", "split.json", "dataset.yaml", "index.sqlite")
+_META = (".info.json", ".info.yaml", "split.yaml", "split.json", "dataset.yaml")
 
 Paths: TypeAlias = tuple[tuple[str, ...], ...]
-"""Alternatives: the name of a part, and keys in its value."""
+"""Alternatives, each the name of a tar's field followed by keys in its value."""
 
 
 class Shard(NamedTuple):
-    """A tar: its number in the index, the number of its samples, and the keys of those that are excluded."""
+    """A tar: the number of its samples, and the keys of those that are excluded."""
 
-    number: int
     samples: int
     excluded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class EnergonTars(TarFiles):
-    """The tars of a folder. See `TarFiles`. A record has the fields of Energon's sample in `field_map`, but for a
-    conversation, which is `messages` or `conversations`.
+    """The tars of a folder. See `TarFiles`. A record has the fields of Energon's sample in `field_map`, except a
+    conversation, which is in `messages` or `conversations`.
 
     Attributes:
-        shards: by names of files.
-        index: where parts are; None if that is not stored.
-        paths: where the fields of a sample are.
+        shards: tars by file name.
+        paths: for each field of a sample, where to find it.
     """
 
     shards: Mapping[str, Shard] = field(default_factory=dict)
-    index: Path | None = None
     paths: Mapping[str, Paths] = field(default_factory=dict)
 
     def scan(self, file: StoredFile, columns: Columns) -> Iterator[Place]:
         """See `Format.scan`."""
         shard, whole = self.shards[file.name], int(file.version()[1])
-        members = tar_members(file, whole) if self.index is None else _indexed(self.index, file, whole, shard.number)
         excluded, left_out = {key.encode("utf-8", "backslashreplace") for key in shard.excluded}, set[bytes]()
 
         def wanted() -> Iterator[Member]:
-            for member in members:
+            for member in tar_members(file, whole):
                 if member.key in excluded:
                     left_out.add(member.key)
                 else:
@@ -109,28 +98,25 @@ class EnergonTars(TarFiles):
             problem = f"it does not have all of its excluded samples ({listed(shard.excluded)})"
             raise UserError.at(file, problem=problem, fix="correct `exclude` of split.yaml, TAR or TAR/KEY")
 
-    def _record(self, parts: dict[str, Any], where: str) -> dict[str, Any]:
-        record, found = super()._record(parts, where), dict[str, Any]()
+    def _record(self, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        record, mapped = super()._record(fields, where), dict[str, Any]()
         for name, paths in self.paths.items():
-            value = next((value for path in paths if (value := value_at(parts, path)) is not None), None)
+            value = next((value for path in paths if (value := value_at(fields, path)) is not None), None)
             if value is not None:
-                found[name] = value
+                mapped[name] = value
             elif name not in _OPTIONAL:
                 missing = f"nothing at {' or '.join(map('.'.join, paths))}"
-                expected = f"the place in field_map, in a sample with {', '.join(parts)}"
+                expected = f"the place in field_map, in a sample with {', '.join(fields)}"
                 fix = "correct dataset.yaml, set `fields` of the data set, or remove the sample"
                 raise UserError.at(f"{where}: field '{name}'", found=missing, expected=expected, fix=fix)
-        if "conversation" in found:
-            turns = _turns(found.pop("conversation"), f"{where}: field 'conversation'")
+        if "conversation" in mapped:
+            turns = _turns(mapped.pop("conversation"), f"{where}: field 'conversation'")
             record = {name: value for name, value in record.items() if name not in FORMS} | {form_of(turns): turns}
-        return record | {"field_map": found} if found else record
-
-    def _moved(self, where: str) -> UserError:
-        return super()._moved(where) if self.index is None else _wrong_index(where)
+        return record | {"field_map": mapped} if mapped else record
 
 
 def open_energon(folder: Path, entry: DatasetConfig, setting: str) -> Opened:
-    """The tars of a split of a folder, and the mapping that its `dataset.yaml` means. Raises `UserError`."""
+    """The tars of a split of a folder, and the mapping of fields in its `dataset.yaml`. Raises `UserError`."""
     meta = folder / ".nv-meta"
     if is_url(entry.files or "") or not os.path.isdir(meta):  # noqa: PTH112
         problem = f"{entry.files or folder} is not a folder that Energon has prepared, with {meta.name} in it"
@@ -140,36 +126,35 @@ def open_energon(folder: Path, entry: DatasetConfig, setting: str) -> Opened:
         raise UserError.at(setting, problem=problem, fix=fix)
     _require_inside(folder, (f"{meta.name}/{name}" for name in _META))
     counts = _counts(meta)
-    numbers = {name: number for number, name in enumerate(counts)}
     shards = {}
     split = _split(meta, entry.split, setting)
     _require_inside(folder, split)
     for name, excluded in split.items():
-        if name not in numbers:
+        if name not in counts:
             problem = f"it does not have {quoted(name)} of split {entry.split!r}"
             raise UserError.at(meta / ".info.json", problem=problem, fix=_PREPARE)
-        shards[str(folder / name)] = Shard(numbers[name], counts[name], excluded)
-    paths, own = ({}, {}) if entry.fields else _field_map(meta, setting)
-    format = EnergonTars(bool(entry.fields or paths), shards, _index(meta / "index.sqlite"), paths)
-    return format, tuple(map(StoredFile, shards)), own
+        shards[str(folder / name)] = Shard(counts[name], excluded)
+    paths, mapping = ({}, {}) if entry.fields else _field_map(meta, setting)
+    format = EnergonTars(bool(entry.fields or paths), shards, paths)
+    return format, tuple(map(StoredFile, shards)), mapping
 
 
 def _require_inside(folder: Path, names: Iterable[str]) -> None:
-    """Check that no names lead out of the folder through links. Raises `UserError`."""
+    """Check that no name leads out of the folder through a link. Raises `UserError`."""
     top = resolved(folder, "files")
     for name in names:
-        found = resolved(folder / name, f"{folder}")
-        if not found.is_relative_to(top):
+        target = resolved(folder / name, f"{folder}")
+        if not target.is_relative_to(top):
             expected, because = f"a file inside {top}", "a data set must not reach other files, not even through links"
             fix = "copy the folder with what its links lead to: cp -rL FOLDER COPY"
-            raise UserError.at(folder / name, found=f"a link to {found}", expected=expected, because=because, fix=fix)
+            raise UserError.at(folder / name, found=f"a link to {target}", expected=expected, because=because, fix=fix)
 
 
 # ----------------------------------------------------------------------------------------------- files of .nv-meta
 
 
 class _Plain(yaml.SafeLoader):
-    """The safe loader without aliases, by which a short file becomes an endless one."""
+    """The safe loader without aliases, with which a short file can expand without limit."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -200,7 +185,7 @@ def _mapping(value: Any, where: object) -> dict[str, Any]:
 
 
 def _names(value: Any, where: object) -> list[str]:
-    """The names in a list, expanded by braces alone. Raises `UserError`, also for names outside the folder."""
+    """The names in a list with their braces expanded. Raises `UserError`, also for names outside the folder."""
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
@@ -214,7 +199,7 @@ def _names(value: Any, where: object) -> list[str]:
 
 
 def _counts(meta: Path) -> dict[str, int]:
-    """The samples of each tar, in the order of their numbers."""
+    """The number of samples of each tar."""
     path, info = _loaded(meta / ".info.json", meta / ".info.yaml")
     counts = _mapping(info.get("shard_counts"), f"{path}: shard_counts")
     for name, count in counts.items():
@@ -227,12 +212,12 @@ def _counts(meta: Path) -> dict[str, int]:
 def _split(meta: Path, split: str, setting: str) -> dict[str, tuple[str, ...]]:
     """The tars of a split, with the keys of their excluded samples."""
     path, content = _loaded(meta / "split.yaml", meta / "split.json")
-    parts = _mapping(content.get("split_parts"), f"{path}: split_parts")
-    if not parts.get(split):
-        found, expected = quoted(split), f"a split with tars, of {truncated(', '.join(map(str, parts)), MAX_QUOTED)}"
+    splits = _mapping(content.get("split_parts"), f"{path}: split_parts")
+    if not splits.get(split):
+        found, expected = quoted(split), f"a split with tars, of {truncated(', '.join(map(str, splits)), MAX_QUOTED)}"
         place = f"{setting.removesuffix('files')}split"
         raise UserError.at(place, found=found, expected=expected, because=f"{path} has these", fix="correct it")
-    names, excluded = _names(parts[split], f"{path}: {split}"), _names(content.get("exclude"), f"{path}: exclude")
+    names, excluded = _names(splits[split], f"{path}: {split}"), _names(content.get("exclude"), f"{path}: exclude")
     keys: dict[str, list[str]] = {name: [] for name in names}
     if len(keys) < len(names):
         twice = next(name for name, count in Counter(names).items() if count > 1)
@@ -242,81 +227,17 @@ def _split(meta: Path, split: str, setting: str) -> dict[str, tuple[str, ...]]:
         ends = (k for k, sign in enumerate(each) if sign == "/" and k in lengths and each[:k] in keys)
         if (end := next(ends, None)) is not None:
             keys[each[:end]].append(each[end + 1 :])
-    left = {name: tuple(dict.fromkeys(own)) for name, own in keys.items() if name not in whole}
-    if not left:
+    remaining = {name: tuple(dict.fromkeys(each)) for name, each in keys.items() if name not in whole}
+    if not remaining:
         raise UserError.at(path, problem=f"all tars of split {split!r} are excluded", fix="correct the split")
-    return left
-
-
-# ------------------------------------------------------------------------------------------------------ the index
-
-
-def _wrong_index(where: object) -> UserError:
-    because = "the tars may have been packed anew since"
-    return UserError.at(where, problem="not what index.sqlite of .nv-meta says", because=because, fix=_PREPARE)
-
-
-@contextmanager
-def _database(path: Path) -> Generator[sqlite3.Connection]:
-    """The database, with limits of texts and of work. Inside, its errors are raised as `UserError`s."""
-    try:
-        # Four steps of SQLite per byte, in ticks of 10,000: a row takes some twenty bytes, and thirty steps.
-        ticks = iter(range(100 + path.stat().st_size // 2500))
-        with closing(sqlite3.connect(f"file:{quote(os.fsencode(path))}?mode=ro&immutable=1", uri=True)) as database:
-            database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_NAME)
-            database.set_progress_handler(lambda: next(ticks, None) is None, 10_000)
-            database.execute("PRAGMA trusted_schema = OFF")
-            yield database
-    except (sqlite3.Error, UnicodeDecodeError) as error:
-        is_endless = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_INTERRUPT
-        why = "more steps than tables of this size need" if is_endless else in_short(error)
-        raise UserError.at(path, problem=f"cannot be read ({why})", fix=_PREPARE) from None
-
-
-def _index(path: Path) -> Path | None:
-    """The index if it has the places of parts, which older ones do not. Raises `UserError`."""
-    try:
-        open_regular(path).close()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UserError.at(path, problem=f"cannot be read ({reason(error)})", fix=_PREPARE) from None
-    with _database(path) as database:
-        tables = dict(database.execute(f"SELECT name, sql FROM sqlite_master WHERE name IN {tuple(_ORDERED)}"))
-        for name, definition in tables.items():
-            is_generated = any(column[-1] for column in database.execute(f"PRAGMA table_xinfo({name})"))
-            if is_generated or not str(definition).startswith("CREATE TABLE "):
-                found, expected = quoted(str(definition)), "a plain table, without computed columns"
-                raise UserError.at(path, found=found, expected=expected, fix=_PREPARE)
-    return path if len(tables) == len(_ORDERED) else None
-
-
-def _indexed(index: Path, file: StoredFile, whole: int, number: int) -> Iterator[Member]:
-    """Yield the parts in a tar file of `whole` bytes, as the index has them. Raises `UserError`."""
-    require_tar(file, file.read(0, BLOCK))
-    end = 0
-    with _database(index) as database:
-        indexes = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'index'")}
-        order = {name: f"INDEXED BY {own}" if own in indexes else "NOT INDEXED" for name, own in _ORDERED.items()}
-        for row in database.execute(_PARTS.format(**order), (number,)):
-            if [type(value) for value in row] != [str, str, int, int]:
-                expected = "a key, the name of a part, and two numbers"
-                raise UserError.at(index, found=", ".join(map(kind, row)), expected=expected, fix=_PREPARE)
-            key, part, start, size = row
-            # Each has a header of its own before it, and before that one for a name that is too long for it.
-            name = f"{key}.{part}".encode()
-            room = BLOCK + (len(name) if len(name) > 256 else 0)
-            if start % BLOCK or start < end + room or not 0 <= size <= whole - start:
-                raise _wrong_index(f"{file}: {quoted(key)} part {quoted(part)}")
-            end = start + -(-size // BLOCK) * BLOCK
-            yield Member(key.encode(), part.encode(), start, size)
+    return remaining
 
 
 # ----------------------------------------------------------------------------------------------- fields of samples
 
 
 def _field_map(meta: Path, setting: str) -> tuple[dict[str, Paths], dict[str, str]]:
-    """Where the fields of samples are, and our fields that they become; none for classes that are not known."""
+    """Where to find the fields of samples, and the mapping to fields of records; empty for unknown classes."""
     if not os.access(meta / "dataset.yaml", os.F_OK):
         return {}, {}
     path, content = _loaded(meta / "dataset.yaml")
@@ -333,21 +254,20 @@ def _field_map(meta: Path, setting: str) -> tuple[dict[str, Paths], dict[str, st
     for theirs, text in _mapping(content.get("field_map"), f"{path}: field_map").items():
         if theirs in ours:
             paths[theirs] = _parsed(text, f"{path}: field_map.{theirs}", fix)
-    own = {ours[theirs]: f"field_map.{theirs}" for theirs in paths if ours[theirs]}
-    return paths, own
+    return paths, {ours[theirs]: f"field_map.{theirs}" for theirs in paths if ours[theirs]}
 
 
 def _parsed(text: Any, where: str, fix: str) -> Paths:
     """The alternatives in a text such as `jpg,json[images][0]`."""
-    found = [_PATH.fullmatch(each.strip()) for each in text.split(",")] if isinstance(text, str) else [None]
-    paths = tuple((each[1].lower(), *_KEYS.findall(each[2])) for each in found if each is not None)
-    if len(paths) < len(found):
-        raise UserError.at(where, found=quoted(str(text)), expected="PART or PART[KEY]", fix="correct it")
-    for part, *_ in paths:
-        if part.rpartition(".")[2] in _PICKLED:
+    matches = [_PATH.fullmatch(each.strip()) for each in text.split(",")] if isinstance(text, str) else [None]
+    paths = tuple((each[1].lower(), *_KEYS.findall(each[2])) for each in matches if each is not None)
+    if len(paths) < len(matches):
+        raise UserError.at(where, found=quoted(str(text)), expected="FIELD or FIELD[KEY]", fix="correct it")
+    for name, *_ in paths:
+        if name.rpartition(".")[2] in _PICKLED:
             because = "it is a pickle, which may run code"
-            fix = "pack each picture as a part, such as 0001.0.jpg and 0001.1.jpg; " + fix
-            raise UserError.at(where, problem=f"part {quoted(part)} is never loaded", because=because, fix=fix)
+            fix = "pack each picture as a member, such as 0001.0.jpg and 0001.1.jpg; " + fix
+            raise UserError.at(where, problem=f"field {quoted(name)} is never loaded", because=because, fix=fix)
     return paths
 
 

@@ -1,29 +1,31 @@
-"""What a format of files is to the rest: a scan of each file, once, and records that can be read again by number."""
+"""The interface of file formats: a scan finds the records of a file once, then they are read by number in any order."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from megatron_hetero.base.contents import StoredFile
+from megatron_hetero.base.contents import StoredFile, is_url
 from megatron_hetero.base.errors import UserError
 
 Columns: TypeAlias = "dict[str, array[int] | bytearray]"
-"""Figures about the records of one file, int64, or bytes, by name."""
+"""Numbers (int64) or bytes about the records of one file, by name."""
 Arrays: TypeAlias = Mapping[str, np.ndarray]
-"""Finished columns: int64 or uint8 [entries]."""
+"""Columns as arrays: int64 or uint8 [entries]."""
 
 
 class Place(NamedTuple):
     """A record found by a scan.
 
     Attributes:
-        size: bytes that have to be read for it.
-        share: how much of the file ends with it, 0 to 1.
-        block: number of the block of the file that has to be read whole for it; None if there are no such blocks.
+        size: bytes to read for the record.
+        share: share of the file up to its end, 0 to 1.
+        block: number of the block of the file that is read whole for it; None if the format has no blocks.
     """
 
     size: int
@@ -31,12 +33,12 @@ class Place(NamedTuple):
     block: int | None = None
 
 
-class Found(NamedTuple):
+class RawRecord(NamedTuple):
     """A record that was read.
 
     Attributes:
-        value: as of JSON, with `Content` for items that are in the file; an error for a text that cannot be decoded.
-        where: the record in messages.
+        value: a JSON value, with `Content` for items that are in the file; an error for a text that cannot be decoded.
+        where: name of the record in messages.
     """
 
     value: Any
@@ -44,7 +46,7 @@ class Found(NamedTuple):
 
 
 class Format(Protocol):
-    """Reads files of one format. Several threads may use one; it can be pickled. Its `repr` has all of it that an index
+    """Reads files of one format. Can be used by several threads and pickled. Its `repr` has everything that an index
     depends on.
     """
 
@@ -57,26 +59,35 @@ class Format(Protocol):
         """
         ...
 
-    def read(self, file: StoredFile, columns: Arrays, numbers: range) -> Iterator[Found]:
+    def read(self, file: StoredFile, columns: Arrays, numbers: range) -> Iterator[RawRecord]:
         """Yield consecutive records, numbered from 0, of a file with these columns. Raises as `scan`."""
         ...
 
     def read_ahead(self, file: StoredFile, columns: Arrays, numbers: np.ndarray) -> None:
-        """Have records of these numbers ready soon, if that helps."""
+        """Prepare to read records of these numbers soon, where that helps."""
 
 
 Opened: TypeAlias = tuple[Format, tuple[StoredFile, ...], Mapping[str, str]]
-"""A format, files, and a mapping of fields that the files come with."""
+"""A format, its files, and the mapping of fields that is stored with the files."""
 
 
 def finished(column: array[int] | bytearray | None) -> np.ndarray:
-    """The column as an array, int64 or uint8 [entries]; empty if there is none."""
+    """The column as an array, int64 or uint8 [entries]; empty for None."""
     kind = np.uint8 if isinstance(column, bytearray) else np.int64
     return np.frombuffer(column, kind) if column else np.zeros(0, kind)
 
 
+def prefetch(file: StoredFile, ranges: Iterable[tuple[int, int]]) -> None:
+    """Have the system read ranges of bytes, start and stop, in the background, if the file is on this machine."""
+    if is_url(file.name) or not hasattr(os, "posix_fadvise"):
+        return
+    with contextlib.suppress(OSError), file.open() as opened:
+        for start, stop in ranges:
+            os.posix_fadvise(opened.fileno(), start, stop - start, os.POSIX_FADV_WILLNEED)
+
+
 def changed(where: str) -> UserError:
-    """The error for a file that does not have what its index says."""
+    """The error for a file whose contents differ from its index."""
     problem, because = "not what the index of its file says", "the file has been changed or replaced"
     fix = "do not change data while it is read, and start again: a changed file is indexed anew"
     return UserError.at(where, problem=problem, because=because, fix=fix)

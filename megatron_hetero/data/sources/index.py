@@ -1,11 +1,12 @@
 """Indexes of data sets: where each record is, computed once and mapped into memory by all ranks.
 
 An index is one file: the length of a header, the header as JSON, and arrays, each at a multiple of 64 bytes. It names
-the files that it was computed from with their sizes and times; files of others have another index. It is written beside
-its place and then moved there, so that nobody reads half of one, and has a checksum. In a folder that users share, each
-has indexes of his own: whoever can write an index chooses what is read as a record. One that others may write to, that
-belongs to anybody but the user, root and the owner of its folder (on NFS that may be `nobody` for all that is written),
-or whose figures do not fit its files is computed anew.
+the files that it was computed from with their sizes and times; files with other sizes or times have another index. It
+has a checksum, and is written under another name and then moved, so that no reader sees an incomplete one.
+
+Whoever can write an index chooses what is read as a record. In a shared folder each user has separate indexes, and an
+index is computed again if others may write to it, if it belongs to anybody but the user, root and the owner of its
+folder (on NFS that may be `nobody`), or if its numbers do not fit its files.
 
 One process of a machine, or of all machines that share the folder, computes an index, while others wait to open it.
 """
@@ -40,40 +41,41 @@ from megatron_hetero.base.worker_process import Processes
 from megatron_hetero.data.keys import count_names
 from megatron_hetero.data.sources.formats import Arrays, Columns, Format, finished
 
-VERSION = 2
-"""Of indexes. Another one computes them anew."""
+VERSION = 3
+"""Version of the format of indexes. Indexes of other versions are not read."""
 BLOCK_BYTES = 1 << 26
-"""Bytes of consecutive records that are a block, where a format has no blocks of its own."""
+"""Maximum bytes of a block of consecutive records, in formats without blocks."""
 BLOCK_RECORDS = 1 << 10
-"""Likewise, the most records."""
+"""Maximum records of such a block."""
 THREADS = 8
 """Files that are scanned at a time: reading waits for disks."""
 CHUNK = 1 << 12
 """Records that are checked at a time, by one process."""
 MAX_PROCESSES = 16
-"""Processes that check records."""
+"""Maximum number of processes that check records."""
 RECORDS_OF_A_PROCESS = 1 << 14
-"""Records that are worth a process, which takes some tenths of a second to start."""
+"""Minimum records per process, which takes some tenths of a second to start."""
 MAX_VERSIONS = 16
-"""Indexes of a data set that are stored, but for those that were opened lately: jobs have them mapped."""
+"""Maximum stored indexes of a data set, not counting recently opened ones, which jobs may have mapped."""
 RETRIES_S = (0.0, 0.5, 1.0, 2.0)
-"""Pauses before an index that another process should have stored is missing: NFS remembers that it was not there."""
+"""Pauses in seconds before an index that another process should have stored counts as missing: NFS caches that a file
+does not exist.
+"""
 MAX_PROBLEMS = 20
-"""Messages of bad records that are stored."""
+"""Maximum stored messages of bad records."""
 _ALIGN = 64
 _LENGTH = 8
 
 Check = Callable[[Any, str], tuple[bytes, Sequence[tuple[int, int, int]], Sequence[str]]]
-"""Checks the value of a record; `where` is for messages. Returns what its digest is computed from, for each item a
-number that changes with its file, and its header, and the names of keys that were not read. Raises `UserError` for a
-bad record.
+"""Checks the value of a record, which messages call `where`. Returns the bytes for its digest; for each item a number
+that changes with its file, and the two numbers of its header; and the names of keys that were not read. Raises
+`UserError` for a bad record.
 """
 
 
 class Blocks(NamedTuple):
-    """Runs of consecutive records.
-
-    `starts`: int64 [blocks + 1]. `sizes`: bytes that reading each takes, int64 [blocks].
+    """Blocks of consecutive records. `starts`: number of the first record of each, int64 [blocks + 1]. `sizes`: bytes
+    to read for each, int64 [blocks].
     """
 
     starts: np.ndarray
@@ -85,12 +87,12 @@ class Index:
     """The records of some files.
 
     Attributes:
-        files: with their versions.
+        files: the files with their versions.
         starts: int64 [files + 1], number of the first record of each file.
-        digest: hash of all records, wherever their files are.
-        scanned: whether it has the headers of items.
+        digest: hash of all records, independent of the places of their files.
+        scanned: whether it contains the headers of items.
         problems: messages of the first bad records.
-        unread: number of records by the names of keys that were not read.
+        unread: for each key that was not read, the number of records that have it.
     """
 
     files: tuple[StoredFile, ...]
@@ -100,13 +102,13 @@ class Index:
     problems: tuple[str, ...]
     unread: Mapping[str, int]
     _columns: Mapping[str, tuple[np.ndarray, np.ndarray]]
-    """The entries of all files, and where those of each file start, int64 [files + 1]."""
+    """By name, the entries of all files, and the first entry of each file, int64 [files + 1]."""
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
     def file_of(self, record: int) -> tuple[int, int]:
-        """The number of a record's file, and its number in there."""
+        """Number of a record's file, and number of the record in it."""
         file = int(np.searchsorted(self.starts, record, side="right")) - 1
         return file, record - int(self.starts[file])
 
@@ -116,20 +118,20 @@ class Index:
 
     @property
     def bad(self) -> int:
-        """The number of bad records."""
+        """Number of bad records."""
         return len(self._columns["bad"][0])
 
     def bad_records(self) -> np.ndarray:
-        """The numbers of bad records, int64."""
+        """Numbers of the bad records, int64."""
         return self._numbered("bad")
 
     def _numbered(self, name: str) -> np.ndarray:
-        """A column of numbers of records in their files, numbered over all files, int64."""
+        """Convert a column of record numbers within files to numbers over all files, int64."""
         numbers, starts = self._columns[name]
         return numbers + np.repeat(self.starts[:-1], np.diff(starts))
 
     def headers(self, file: int, number: int) -> list[tuple[int, int, int]] | None:
-        """What is stored of the items of a record, see `Check`; None if nothing is."""
+        """Stored numbers of a record's items, see `Check`; None if the index does not contain headers."""
         if not self.scanned:
             return None
         columns = self.columns(file)
@@ -137,15 +139,13 @@ class Index:
         return [*map(tuple, figures[int(ends[number - 1]) if number else 0 : int(ends[number])].tolist())]
 
     def blocks(self) -> Blocks:
-        """All blocks, in order."""
+        """All blocks in order."""
         return Blocks(np.append(self._numbered("blocks"), len(self)), np.asarray(self._columns["block_sizes"][0]))
 
 
 class Checked(NamedTuple):
-    """What was found in consecutive records of one file.
-
-    `digest`: of the records. `bad`: numbers of bad ones, and `problems`: messages of the first. `ends`, `headers`: of
-    items, as columns. `unread`: see `Index`.
+    """Result of checking consecutive records of one file. `digest`: hash of the records. `bad`: numbers of the bad
+    ones. `problems`: messages of the first bad ones. `ends`, `headers`: columns about items. `unread`: see `Index`.
     """
 
     digest: bytes
@@ -161,13 +161,13 @@ class Indexer:
     """Computes the index of a data set, or opens it.
 
     Attributes:
-        name: of the data set, for messages.
+        name: name of the data set, for messages.
         files: its files.
         format: their format.
         check: see `Check`.
-        key: everything else that the index depends on, as text.
-        folder: of stored indexes; None: they are not stored.
-        scan: whether items' headers are read.
+        key: text with everything else that the index depends on.
+        folder: folder of stored indexes; None: indexes are not stored.
+        scan: whether headers of items are read.
         strict: whether the first bad record is an error.
     """
 
@@ -181,16 +181,16 @@ class Indexer:
     strict: bool = True
 
     def index(self) -> Index:
-        """The index, computed if there is no valid one. Raises `UserError`."""
+        """The stored index, or a new one if there is no valid one. Raises `UserError`."""
         files = tuple(map(self._with_version, self.files))
         path = self._path(files)
-        found = None if path is None else self._open(path, files)
-        if found is None:
-            found = self._computed(files) if path is None else self._stored(path, files)
-        if self.strict and found.problems:
-            more = f" ({found.bad} records of data set {self.name!r} are bad)" if found.bad > 1 else ""
-            raise UserError(f"{found.problems[0]}{more}" + (f" (from the index {path})" if path else ""))
-        return found
+        index = None if path is None else self._open(path, files)
+        if index is None:
+            index = self._computed(files) if path is None else self._stored(path, files)
+        if self.strict and index.problems:
+            more = f" ({index.bad} records of data set {self.name!r} are bad)" if index.bad > 1 else ""
+            raise UserError(f"{index.problems[0]}{more}" + (f" (from the index {path})" if path else ""))
+        return index
 
     def _with_version(self, file: StoredFile) -> StoredFile:
         with self._reading(file):
@@ -198,7 +198,7 @@ class Indexer:
 
     @contextlib.contextmanager
     def _reading(self, file: StoredFile) -> Iterator[None]:
-        """Inside, errors of reading a file are raised as `UserError`s."""
+        """Context manager that raises errors of reading a file as `UserError`s."""
         try:
             yield
         except OSError as error:
@@ -211,16 +211,16 @@ class Indexer:
     # ----------------------------------------------------------------------------------------- stored indexes
 
     def _path(self, files: Sequence[StoredFile]) -> Path | None:
-        """Where the index is stored: by the data set, and by these versions of its files."""
+        """Path of the stored index, named by hashes of the data set and of the versions of its files."""
         if self.folder is None:
             return None
-        # A file that another run has mapped must not be replaced by one of other versions: NFS would take its pages.
+        # Other versions have another path: on NFS, replacing a file that another run has mapped takes its pages.
         data_set = (VERSION, self.key, self.scan, [file.name for file in files], os.getuid())
-        parts = (repr(part).encode(errors="surrogatepass") for part in (data_set, [file.known for file in files]))
-        return self.folder / f"{''.join(hashlib.sha256(part).hexdigest()[:20] for part in parts)}.index"
+        texts = (repr(each).encode(errors="surrogatepass") for each in (data_set, [file.known for file in files]))
+        return self.folder / f"{''.join(hashlib.sha256(text).hexdigest()[:20] for text in texts)}.index"
 
     def _stored(self, path: Path, files: tuple[StoredFile, ...]) -> Index:
-        """The index that this or another process has computed and stored."""
+        """The index after this or another process has computed and stored it."""
         lock, pause = None, 0.0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -228,36 +228,37 @@ class Indexer:
                 try:
                     lock = Lock.take(path.with_suffix(".lock"), path, "index", mixed="two indexes", fix="wait for it")
                 except UserError:
-                    for _ in range(4):  # A thousand processes may ask one disk.
+                    for _ in range(4):  # A thousand processes may read one disk.
                         time.sleep(pause := min(1.5 * pause + 0.05, 2.0))
-                        if (found := self._open(path, files)) is not None:
-                            return found
+                        if (index := self._open(path, files)) is not None:
+                            return index
         except OSError as error:
             self._warn(path, error)
             return self._computed(files)
-        if pause and not lock.left:  # An index that cannot be stored, or has a bad record, is computed by all at once.
+        # An index that cannot be stored, or that has a bad record, is computed by all processes at the same time.
+        if pause and not lock.left:
             lock.release(remove=True)
             for seconds in RETRIES_S:
                 time.sleep(seconds)
                 with contextlib.suppress(OSError):
-                    list(path.parent.iterdir())  # NFS asks its server anew.
-                if (found := self._open(path, files)) is not None:
-                    return found
+                    list(path.parent.iterdir())  # NFS then asks its server.
+                if (index := self._open(path, files)) is not None:
+                    return index
             return self._computed(files)
         try:
-            # Somebody else may have computed it meanwhile.
-            if (found := self._open(path, files)) is not None:
-                return found
+            # Another process may have computed it meanwhile.
+            if (index := self._open(path, files)) is not None:
+                return index
             computed = self._computed(files)
             try:
                 if self._open(path, files) is None:  # Locks may not reach a machine that has stored and mapped one.
                     _write(path, computed)
                     remove_unused(path.parent.glob(f"{path.stem[:20]}*.index"), MAX_VERSIONS)
-                if (found := self._open(path, files)) is None:
+                if (index := self._open(path, files)) is None:
                     raise OSError("what is written there may be changed by others")
             except OSError as error:
                 self._warn(path, error)
-            return found or computed
+            return index or computed
         finally:
             lock.release(remove=True)
 
@@ -270,13 +271,13 @@ class Indexer:
         )
 
     def _open(self, path: Path, files: Sequence[StoredFile]) -> Index | None:
-        """The index in a file; None if there is none, it is damaged, or it is of other files than these."""
-        found = _read(path)
-        if found is None or [each.known for each in found.files] != [each.known for each in files]:
+        """The index in a file; None if there is no valid one for these files."""
+        index = _read(path)
+        if index is None or [each.known for each in index.files] != [each.known for each in files]:
             return None
         mark_used(path)
-        # These files, not those that the index names.
-        return replace(found, files=tuple(files)) if "bad" in found._columns else None
+        # With these files, not those named in the index.
+        return replace(index, files=tuple(files)) if "bad" in index._columns else None
 
     # ----------------------------------------------------------------------------------------------- scanning
 
@@ -287,15 +288,15 @@ class Indexer:
             for file, records in enumerate(np.diff(places.starts).tolist())
             for first in range(0, records, CHUNK)
         ]
-        found: list[Checked] = []
+        results: list[Checked] = []
         with Progress(f"checking the records of data set {self.name!r}", max(1, len(places))) as progress:
             for (_, numbers), checked in zip(tasks, self._checked(places, tasks), strict=True):
-                found.append(checked)
+                results.append(checked)
                 progress.advance(len(numbers), len(numbers))
-        return _with_findings(places, [file for file, _ in tasks], found, self.scan)
+        return _with_results(places, [file for file, _ in tasks], results, self.scan)
 
     def _scanned(self, files: tuple[StoredFile, ...]) -> Index:
-        """An index of places alone."""
+        """An index with the places of records only."""
         stop = threading.Event()
         with (
             Progress(f"finding the records of data set {self.name!r}", len(files)) as progress,
@@ -313,7 +314,7 @@ class Indexer:
         return Index(files, starts, "", False, (), {}, columns)
 
     def _scan(self, file: StoredFile, progress: Progress, stop: threading.Event) -> tuple[int, Columns]:
-        """The number of records of a file, and their columns, with their blocks."""
+        """Number of records of a file, and its columns, including those of blocks."""
         columns: Columns = {}
         records, share, starts, sizes, block = 0, 0.0, array("q"), array("q"), None
         with self._reading(file):
@@ -336,7 +337,7 @@ class Indexer:
         return records, columns | {"blocks": starts, "block_sizes": sizes}
 
     def _checked(self, places: Index, tasks: Sequence[tuple[int, range]]) -> Iterator[Checked]:
-        """What is found in each task's records, numbers of a file: in processes if there are many."""
+        """Check the records of each task, a file and numbers in it; in several processes if there are many records."""
         count = min(_processors(), MAX_PROCESSES, len(places) // RECORDS_OF_A_PROCESS)
         if count < 2:
             for file, numbers in tasks:
@@ -355,12 +356,12 @@ class Indexer:
                 processes.close()
 
     def check_stored(self, path: Path, file: int, numbers: range) -> Checked:
-        """See `check_records`. `path`: of the index with the places, which a process reads once."""
+        """See `check_records`. `path`: file with the index of places, which a process reads once."""
         places = _read_once(path)
         return self.check_records(places.files[file], places.columns(file), numbers)
 
     def check_records(self, file: StoredFile, columns: Arrays, numbers: range) -> Checked:
-        """What is found in consecutive records of a file. Raises `UserError`."""
+        """Check consecutive records of a file. Raises `UserError`."""
         digest, bad, problems = hashlib.sha256(), list[int](), list[str]()
         ends, headers, unread = array("q"), array("q"), dict[str, int]()
         with self._reading(file):
@@ -368,65 +369,64 @@ class Indexer:
                 try:
                     if isinstance(value, UserError):
                         raise value
-                    text, of_items, names = self.check(value, where)
+                    text, items, names = self.check(value, where)
                 except UserError as error:
                     if self.strict:
                         raise
-                    text, of_items, names = b"", (), ()
+                    text, items, names = b"", (), ()
                     problems += [str(error)] if len(problems) < MAX_PROBLEMS else []
                     bad.append(number)
                 digest.update(b"%d " % len(text))
                 digest.update(text)
                 count_names(unread, dict.fromkeys(names, 1))
                 if self.scan:
-                    headers.extend(figure for figures in of_items for figure in figures)
+                    headers.extend(figure for figures in items for figure in figures)
                     ends.append(len(headers) // 3)
         return Checked(digest.digest(), bad, problems, finished(ends), finished(headers), unread)
 
 
 def _processors() -> int:
-    """Processors that this process may use."""
+    """Number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _with_findings(places: Index, files: Sequence[int], found: Sequence[Checked], scanned: bool) -> Index:
-    """The index of places with what was found in runs of records of these files, in order."""
+def _with_results(places: Index, files: Sequence[int], results: Sequence[Checked], scanned: bool) -> Index:
+    """The index of places with the results of checking runs of records, each in the file of that number, in order."""
     by_file: list[list[Checked]] = [[] for _ in places.files]
-    for file, checked in zip(files, found, strict=True):
+    for file, checked in zip(files, results, strict=True):
         by_file[file].append(checked)
-    columns = {"bad": _joined([np.array([n for each in own for n in each.bad], np.int64) for own in by_file])}
+    columns = {"bad": _joined([np.array([n for each in runs for n in each.bad], np.int64) for runs in by_file])}
     if scanned:
-        columns["headers"] = _joined([_of_one_type([each.headers for each in own]) for own in by_file])
-        ends = [np.cumsum([0, *(len(each.headers) // 3 for each in own)]) for own in by_file]
-        columns["item_ends"] = _joined(
-            [
-                _of_one_type([each.ends + end for each, end in zip(own, of_file, strict=False)])
-                for own, of_file in zip(by_file, ends, strict=True)
-            ]
-        )
-    digest = hashlib.sha256(b"".join(each.digest for each in found)).hexdigest()
-    problems = tuple(text for each in found for text in each.problems)[:MAX_PROBLEMS]
+        columns["headers"] = _joined([_concatenated([each.headers for each in runs]) for runs in by_file])
+        item_ends = []
+        for runs in by_file:
+            firsts = np.cumsum([0, *(len(each.headers) // 3 for each in runs)])
+            item_ends.append(_concatenated([each.ends + first for each, first in zip(runs, firsts, strict=False)]))
+        columns["item_ends"] = _joined(item_ends)
+    digest = hashlib.sha256(b"".join(each.digest for each in results)).hexdigest()
+    problems = tuple(text for each in results for text in each.problems)[:MAX_PROBLEMS]
     unread: dict[str, int] = {}
-    for each in found:
+    for each in results:
         count_names(unread, each.unread)
     columns |= places._columns
     return replace(places, digest=digest, scanned=scanned, problems=problems, unread=unread, _columns=columns)
 
 
-def _joined(of_files: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The entries of all files, and where those of each start."""
-    return _of_one_type(of_files), np.cumsum([0, *map(len, of_files)], dtype=np.int64)
+def _joined(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The entries of one column of all files, and the first entry of each file."""
+    return _concatenated(columns), np.cumsum([0, *map(len, columns)], dtype=np.int64)
 
 
-def _of_one_type(of_files: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate([entries for entries in of_files if len(entries)] or [np.zeros(0, np.int64)])
+def _concatenated(columns: Sequence[np.ndarray]) -> np.ndarray:
+    """Columns one after another; those without entries may be of another type."""
+    return np.concatenate([entries for entries in columns if len(entries)] or [np.zeros(0, np.int64)])
 
 
 # ----------------------------------------------------------------------------------------------------- the file
 
 
 def _write(path: Path, index: Index) -> None:
-    """Store an index, whole or not at all. Raises `OSError`."""
+    """Store an index atomically. Raises `OSError`."""
     arrays: dict[str, Any] = {"": index.starts}
     for name, (entries, starts) in index._columns.items():
         arrays |= {name: np.ascontiguousarray(entries), f"{name} of files": starts}
@@ -447,9 +447,9 @@ def _write(path: Path, index: Index) -> None:
     }
     text = json.dumps(header).encode()
     text += b" " * (-(_LENGTH + len(text)) % _ALIGN)
-    path.unlink(missing_ok=True)  # It may be a link.
+    path.unlink(missing_ok=True)  # The path may be a link.
     with replacing(path) as new, open_own(new, "r+b") as file:
-        os.fchmod(file.fileno(), 0o600)  # Whatever the umask: one that others may write to is not used.
+        os.fchmod(file.fileno(), 0o600)  # Whatever the umask: an index that others may write to is not read.
         file.write(len(text).to_bytes(_LENGTH, "little") + text)
         for entries in arrays.values():
             file.write(entries)
@@ -459,7 +459,7 @@ def _write(path: Path, index: Index) -> None:
 
 
 def _read(path: Path) -> Index | None:
-    """The index in a file; None if there is none, not all of it, or not one of ours."""
+    """The index in a file; None if it is missing, incomplete, damaged, or may be written by others."""
     try:
         with open_own(path, "rb") as file:
             status = os.fstat(file.fileno())
@@ -474,23 +474,23 @@ def _read(path: Path) -> Index | None:
         for name, (start, entries, dtype) in header["arrays"].items():
             kind = np.dtype({"<i8": np.int64, "|u1": np.uint8}[dtype])
             first = _LENGTH + length + start
-            part = data[first : first + entries * kind.itemsize]
-            arrays[name] = part.view(kind)
-            checksum = zlib.crc32(part, checksum)
+            raw = data[first : first + entries * kind.itemsize]
+            arrays[name] = raw.view(kind)
+            checksum = zlib.crc32(raw, checksum)
             if len(arrays[name]) != entries or start < 0:
                 return None
         if checksum != header["checksum"]:
             return None
         starts = arrays.pop("")
         columns = {
-            name: (of_all, arrays[f"{name} of files"])
-            for name, of_all in arrays.items()
+            name: (entries, arrays[f"{name} of files"])
+            for name, entries in arrays.items()
             if f"{name} of files" in arrays
         }
         files = tuple(StoredFile(str(name), tuple(known)) for name, known in header["files"])
         problems, unread = tuple(map(str, header["problems"])), {str(k): int(n) for k, n in header["unread"].items()}
-        found = Index(files, starts, str(header["digest"]), header["scanned"] is True, problems, unread, columns)
-        return found if _fits(found) else None
+        index = Index(files, starts, str(header["digest"]), header["scanned"] is True, problems, unread, columns)
+        return index if _fits(index) else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return None
 
@@ -502,45 +502,52 @@ def _read_once(path: Path) -> Index:
     return places
 
 
-_AS_MANY = {"block_sizes": "blocks", "sizes": "starts", "parts": "starts", "item_ends": "records",
-            "key_ends": "records", "part_ends": "records"}  # fmt: skip
-_ENDS = {"item_ends": "headers", "key_ends": "keys", "part_ends": "starts", "name_ends": "names"}
-_BELOW = {"bad": "records", "parts": "name_ends", "starts": "bytes", "sizes": "bytes"}
-"""Columns that have as many entries as others, that are ends of runs in others, and that are numbers in others."""
+_AS_MANY = {"block_sizes": "blocks", "sizes": "starts", "fields": "starts", "item_ends": "records",
+            "key_ends": "records", "field_ends": "records"}  # fmt: skip
+_ENDS = {"item_ends": "headers", "key_ends": "keys", "field_ends": "starts", "name_ends": "names"}
+_BELOW = {"bad": "records", "fields": "name_ends", "starts": "bytes", "sizes": "bytes"}
+"""Columns with the same number of entries as others, columns with ends of runs of others, and columns with numbers of
+entries of others.
+"""
 
 
 def _fits(index: Index) -> bool:
-    """Whether all figures of an index are places in its files. Raises an exception for some that are not."""
+    """Whether all numbers of an index are valid places in its files. May raise an exception if they are not."""
     runs = [(index.starts, len(index)), *((starts, len(entries)) for entries, starts in index._columns.values())]
     if not all(len(each) == len(index.files) + 1 and not each[0] and _ascend(each, last) for each, last in runs):
         return False
-    of_files = zip(index.files, np.diff(index.starts).tolist(), strict=True)
+    counts = np.diff(index.starts).tolist()
     return all(
-        _columns_fit(index.columns(k), records, file, index.scanned) for k, (file, records) in enumerate(of_files)
+        _columns_fit(index.columns(k), records, file, index.scanned)
+        for k, (file, records) in enumerate(zip(index.files, counts, strict=True))
     )
 
 
-def _columns_fit(own: Mapping[str, np.ndarray], records: int, file: StoredFile, scanned: bool) -> bool:
-    """Whether the columns of a file of so many records fit each other, see the formats."""
+def _columns_fit(columns: Mapping[str, np.ndarray], records: int, file: StoredFile, scanned: bool) -> bool:
+    """Whether the columns of a file with `records` records fit each other, see the formats."""
     size = int(file.version()[1])
-    count = {name: len(entries) for name, entries in own.items()} | {"records": records, "bytes": size + 1}
-    blocks, as_many = own["blocks"], {name: of for name, of in _AS_MANY.items() if name in own}
+    count = {name: len(entries) for name, entries in columns.items()} | {"records": records, "bytes": size + 1}
+    blocks, as_many = columns["blocks"], {name: of for name, of in _AS_MANY.items() if name in columns}
     if scanned:
-        count["headers"], as_many["item_ends"] = len(own["headers"]) // 3, "records"
-    if "names" in own:
-        own["names"].tobytes().decode()
-    elif "starts" in own:  # Of JSON, where lists have no lines.
+        count["headers"], as_many["item_ends"] = len(columns["headers"]) // 3, "records"
+    if "names" in columns:
+        columns["names"].tobytes().decode()
+    elif "starts" in columns:  # JSON; lists have no lines.
         as_many |= {"starts": "records"} | ({"lines": "records"} if count.get("lines") else {})
     return (
         blocks[:1].tolist() == [0][:records]
         and bool((np.diff(blocks, append=records) > 0).all())
         and all(count[name] == count[of] for name, of in as_many.items())
-        and all(_ascend(own[name], count[of]) for name, of in _ENDS.items() if name in own)
-        and all(own[name].min() >= 0 and own[name].max() < count[of] for name, of in _BELOW.items() if count.get(name))
-        and bool((own.get("starts", blocks[:0]) + own.get("sizes", blocks[:0]) <= size).all())
+        and all(_ascend(columns[name], count[of]) for name, of in _ENDS.items() if name in columns)
+        and all(
+            columns[name].min() >= 0 and columns[name].max() < count[of]
+            for name, of in _BELOW.items()
+            if count.get(name)
+        )
+        and bool((columns.get("starts", blocks[:0]) + columns.get("sizes", blocks[:0]) <= size).all())
     )
 
 
 def _ascend(ends: np.ndarray, last: int) -> bool:
-    """Whether these are ends of consecutive runs, the last one of which ends there."""
+    """Whether these are ends of consecutive runs of which the last one ends at `last`."""
     return bool((np.diff(ends, prepend=0) >= 0).all()) and (int(ends[-1]) if len(ends) else 0) == last

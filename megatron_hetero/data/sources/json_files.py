@@ -1,6 +1,7 @@
-"""JSON lists and JSONL. The first character of a file tells which, not its suffix: many ``.json`` files hold JSONL.
+"""JSON lists and JSONL, told apart by the first character of a file and not by its suffix: many ``.json`` files are
+JSONL.
 
-Texts are decoded fast, and by Python's own decoder where that refuses them.
+Texts are decoded by msgspec, and by Python's slower decoder where msgspec refuses them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 
 from megatron_hetero.base.contents import StoredFile, is_url
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed
+from megatron_hetero.data.sources.formats import Arrays, Columns, Place, RawRecord, changed
 
 BOM = b"\xef\xbb\xbf"
 """Byte order mark, which some programs write before a text."""
@@ -33,12 +34,12 @@ _CHUNK = 1 << 24
 
 
 def decode_json(raw: bytes) -> Any:
-    """The value of a JSON text. Python's own decoder also takes `NaN`, and names the place of a fault.
+    """The value of a JSON text. Python's decoder also accepts `NaN`, and reports the place of an error.
 
     Raises:
         UnicodeDecodeError: the text is not UTF-8.
         UnicodeEncodeError: the value has a lone surrogate.
-        ValueError: the text is malformed; a `json.JSONDecodeError` if the fault has a place.
+        ValueError: the text is malformed; a `json.JSONDecodeError` if the error has a place.
         RecursionError: the text is nested too deep.
     """
     try:
@@ -56,15 +57,15 @@ def not_utf8(error: UnicodeDecodeError, where: str, fix: str) -> UserError:
 
 
 def lone_surrogate(error: UnicodeEncodeError, where: str) -> UserError:
-    """The error for half of a surrogate pair, which JSON can escape."""
+    """The error for half of a surrogate pair, which JSON can write as an escape."""
     problem, fix = f"lone surrogate (\\u{ord(error.object[error.start]):04x})", "correct the escape sequence"
     return UserError.at(where, problem=problem, because="UTF-8 cannot encode it", fix=fix)
 
 
 @dataclass(frozen=True)
 class JsonFiles:
-    """See `megatron_hetero.data.sources.formats.Format`. Columns: `starts` and `sizes` of records in bytes, and their
-    `lines`, which lists do not have.
+    """See `megatron_hetero.data.sources.formats.Format`. Columns: `starts` and `sizes` of records in bytes, and
+    their `lines` in JSONL.
     """
 
     def scan(self, file: StoredFile, columns: Columns) -> Iterator[Place]:
@@ -77,7 +78,7 @@ class JsonFiles:
                 opened.seek(0)
                 yield from _scan_lines(opened, columns, size)
 
-    def read(self, file: StoredFile, columns: Arrays, numbers: range) -> Iterator[Found]:
+    def read(self, file: StoredFile, columns: Arrays, numbers: range) -> Iterator[RawRecord]:
         """See `Format.read`."""
         chosen = slice(numbers.start, numbers.stop)
         starts, sizes = columns["starts"][chosen].tolist(), columns["sizes"][chosen].tolist()
@@ -85,7 +86,7 @@ class JsonFiles:
         for number, start, size, line in zip(numbers, starts, sizes, lines, strict=True):
             where = f"{file.name}:{line}" if line else f"{file.name} record {number + 1}"
             if size > MAX_TEXT_BYTES:
-                yield Found(_too_long(where, "a line" if line else "a record"), where)
+                yield RawRecord(_too_long(where, "a line" if line else "a record"), where)
                 continue
             raw = file.read(start, size)
             try:
@@ -94,10 +95,10 @@ class JsonFiles:
                 if len(raw) < size:
                     raise changed(where) from None
                 value = _fault(error, file, start, line, where)
-            yield Found(value, where)
+            yield RawRecord(value, where)
 
     def read_ahead(self, file: StoredFile, columns: Arrays, numbers: np.ndarray) -> None:
-        """Nothing: records are small, and items are in other files."""
+        """Does nothing: records are small, and items are in other files."""
 
 
 def _first_character(file: BinaryIO) -> bytes:
@@ -111,7 +112,7 @@ def _first_character(file: BinaryIO) -> bytes:
 def _scan_lines(opened: BinaryIO, columns: Columns, whole: int) -> Iterator[Place]:
     columns["starts"], columns["sizes"], columns["lines"] = starts, sizes, lines = array("q"), array("q"), array("q")
     end = 0
-    # One byte more than a record may have: the rest of such a line is passed over.
+    # One byte more than a record may have: the rest of such a line is skipped.
     for line, raw in enumerate(iter(lambda: opened.readline(MAX_TEXT_BYTES + 1), b""), start=1):
         start, end = end, end + len(raw)
         rest = raw if len(raw) > MAX_TEXT_BYTES else b"\n"
@@ -139,8 +140,8 @@ def _scan_list(file: StoredFile, opened: BinaryIO, columns: Columns, whole: int)
     except (msgspec.DecodeError, RecursionError):
         elements = _decoded_sizes(file, bytes(view[at:]))
     for number, size in enumerate(elements):
-        found = (_BETWEEN if number else _OPENING).match(view, at)
-        at = found.end() if found else at
+        separator = (_BETWEEN if number else _OPENING).match(view, at)
+        at = separator.end() if separator else at
         starts.append(at)
         sizes.append(size)
         at += size
@@ -148,11 +149,11 @@ def _scan_list(file: StoredFile, opened: BinaryIO, columns: Columns, whole: int)
 
 
 def _decoded_sizes(file: StoredFile, raw: bytes) -> list[int]:
-    """Bytes of each element of a list, by Python's own decoder. Raises `UserError` for what is no list."""
+    """Bytes of each element of a list, by Python's decoder. Raises `UserError` if the text is no list."""
     try:
         decode_json(raw)
     except UnicodeEncodeError:
-        pass  # An error of its record alone.
+        pass  # An error of that record only.
     except (ValueError, RecursionError) as error:
         raise _fault(error, file, 0, 1, str(file)) from None
     text, sizes, decoder = raw.decode(), list[int](), json.JSONDecoder()
@@ -164,7 +165,7 @@ def _decoded_sizes(file: StoredFile, raw: bytes) -> list[int]:
 
 
 def _line_at(file: StoredFile, at: int) -> int:
-    """The line of a place in a file."""
+    """The line number of a byte in a file."""
     return 1 + sum(file.read(k, min(_CHUNK, at - k)).count(b"\n") for k in range(0, at, _CHUNK))
 
 
@@ -181,7 +182,7 @@ def _broken(place: str, column: int, problem: object) -> UserError:
 
 
 def _fault(error: Exception, file: StoredFile, start: int, line: int, where: str) -> UserError:
-    """What is wrong with a record's text, which begins at `start` and on `line` (0: in a list)."""
+    """The error for a record's text, which begins at byte `start` on line `line` (0: unknown, in a list)."""
     if isinstance(error, UnicodeEncodeError):
         return lone_surrogate(error, where)
     line = line or _line_at(file, start)

@@ -1,7 +1,7 @@
-"""Mappings of fields: which value of a data set's own record becomes which field of ours.
+"""Mappings of fields: which value in a record of a data set becomes which field of a `Record`.
 
 A path is written `json.conversations`, `qa[0].question` or `qa.0.question`: keys of objects and numbers of list
-entries. Keys may contain dots: the longest that is there counts.
+entries. Keys may contain dots: the longest existing key counts.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _KEYS = re.compile(r"[^.\[\]]+")
 
 
 def keys_of(path: str) -> tuple[str, ...]:
-    """The keys of a path; none if it has no name in it."""
+    """The keys of a path; empty for a path without names."""
     return tuple(_KEYS.findall(path))
 
 
 def known_fields(items: Iterable[str]) -> tuple[str, ...]:
-    """Fields that a record may have, among them `items` of any encoder."""
+    """Fields that a record may have, including `items`, the item fields of all encoders."""
     return tuple(dict.fromkeys([*items, *READ["record"]]))
 
 
 class FieldMap(NamedTuple):
-    """Paths in a data set's records by field of ours. Fields that are not mapped keep their names."""
+    """Paths in a data set's records by name of the field that they become. Other fields keep their names."""
 
     paths: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @classmethod
     def parse(cls, fields: Mapping[str, str], items: Sequence[ItemField], setting: str) -> FieldMap:
-        """The mapping of a `setting`, for records whose items may be in `items`.
+        """The mapping in a `setting`, for records with these item fields.
 
         Raises:
             UserError: an unknown field, or no path.
@@ -47,36 +47,36 @@ class FieldMap(NamedTuple):
                 found, expected = quoted(name), f"one of {', '.join(known)}"
                 raise UserError.at(setting, found=found, expected=expected, fix="map fields to these")
             if not keys_of(path):
-                found, expected = quoted(path), "the name of a column, part or key"
+                found, expected = quoted(path), "the name of a column, a tar's field or a key"
                 raise UserError.at(f"{setting}.{name}", found=found, expected=expected, fix="correct it")
         return cls(tuple((name, keys_of(path)) for name, path in fields.items()))
 
     def apply(self, value: Any, where: str) -> Any:
-        """The record with our fields. Raises `UserError` for a text that is not there."""
+        """The record with its fields mapped. Raises `UserError` for a missing text."""
         if not self.paths or not isinstance(value, dict):
             return value
         mapped = {name for name, _ in self.paths}
         dropped = set(mapped)
-        if not mapped.isdisjoint(FORMS):  # A text that is asked for comes before the record's own.
+        if not mapped.isdisjoint(FORMS):  # A mapped text replaces all texts of the record.
             dropped.update(set(FORMS).difference(() if mapped.isdisjoint(_QUESTIONS) else _QUESTIONS))
         for one, other in PLURALS.items():
             if not mapped.isdisjoint((one, other)):
                 dropped.update((one, other))
         record = {name: each for name, each in value.items() if name not in dropped}
         for name, path in self.paths:
-            found = value_at(value, path)
-            if found is None and name in FORMS:
+            mapped_value = value_at(value, path)
+            if mapped_value is None and name in FORMS:
                 keys = ", ".join(map(str, value)) or "nothing"
                 missing, expected = f"nothing at {'.'.join(path)}", f"a text, in a record with {keys}"
                 fix = "correct `fields` of the data set, or the record"
                 raise UserError.at(f"{where}: field '{name}'", found=missing, expected=expected, fix=fix)
-            if found is not None:
-                record[name] = found
+            if mapped_value is not None:
+                record[name] = mapped_value
         return record
 
 
 def value_at(value: Any, path: Sequence[str]) -> Any:
-    """The value at a path; None if there is none."""
+    """The value at a path; None if the path does not exist."""
     if not path:
         return value
     if isinstance(value, list):

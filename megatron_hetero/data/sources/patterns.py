@@ -1,4 +1,4 @@
-"""The files that a pattern names: braces as in a shell, `shard-{0000..0099}.tar` or `{a,b}.json`, then `*`, `?` and
+"""Files named by a pattern: braces as in a shell, `shard-{0000..0099}.tar` or `{a,b}.json`, then `*`, `?` and
 `[...]`. Matches of a wildcard are in the order of their names.
 """
 
@@ -16,16 +16,16 @@ from megatron_hetero.base.errors import UserError, quoted
 MAX_FILES = 1_000_000
 """Limit of the files of a data set."""
 MAX_NAME, MAX_CHARACTERS = 4096, 1 << 28
-"""Limits of a name, which are those of Linux, and of all names together."""
+"""Maximum characters of a name, the limit of paths in Linux, and of all names together."""
 MAX_BRACES = 16
-"""Opening braces of a pattern."""
+"""Maximum number of opening braces in a pattern."""
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MARK = re.compile(r"[{},]")
 _UNUSABLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")  # The other surrogates are bytes of a file's name.
 
 
 def files_of(pattern: str, setting: str) -> tuple[StoredFile, ...]:
-    """The files that the pattern of a `setting` names: absolute paths, or URLs. Those without wildcards need not exist.
+    """The files named by the pattern of a `setting`, as absolute paths or URLs. Names without wildcards need not exist.
 
     Raises:
         UserError: no file matches, one is named twice, there are too many, or a URL is not of an object store.
@@ -38,10 +38,10 @@ def files_of(pattern: str, setting: str) -> tuple[StoredFile, ...]:
     for name in expanded:
         if is_url(name):
             require_store(name, setting)
-        found = _matches(name) if glob.has_magic(name) and not _exists(name) else [name]
-        if not found:
+        matches = _matches(name) if glob.has_magic(name) and not _exists(name) else [name]
+        if not matches:
             raise UserError.at(setting, problem=f"no file matches {quoted(name)}", fix="correct the pattern")
-        for each in found:
+        for each in matches:
             if each in names:
                 fix = "name each file once"
                 raise UserError.at(setting, problem=f"{quoted(each)} is named twice by {quoted(pattern)}", fix=fix)
@@ -69,7 +69,7 @@ def _matches(name: str) -> list[str]:
 
 
 def with_braces_expanded(patterns: Iterable[str], where: str) -> list[str]:
-    """The patterns with each choice of their braces; wildcards and URLs stay as they are. Raises `UserError`."""
+    """All names that patterns expand to by their braces; wildcards and URLs are not changed. Raises `UserError`."""
     names, size = list[str](), 0
     for pattern in patterns:
         if _UNUSABLE.search(pattern) or pattern.count("{") > MAX_BRACES:
@@ -86,7 +86,7 @@ def with_braces_expanded(patterns: Iterable[str], where: str) -> list[str]:
 
 
 def _expanded(pattern: str, where: str) -> Iterator[str]:
-    """The pattern with each choice of its braces."""
+    """Yield the names that a pattern expands to by its braces."""
     start = pattern.find("{")
     end = next(_outer_marks(pattern, start), None) if start >= 0 else None
     if end is None:
@@ -99,7 +99,7 @@ def _expanded(pattern: str, where: str) -> Iterator[str]:
 
 
 def _outer_marks(text: str, start: int = 0) -> Iterator[re.Match[str]]:
-    """Commas that are not in braces, and braces that close others of these."""
+    """Yield the commas of a text that are outside braces, and the braces that close outer ones."""
     depth = 0
     for mark in _MARK.finditer(text, start):
         depth += {"{": 1, "}": -1, ",": 0}[mark[0]]
@@ -108,7 +108,7 @@ def _outer_marks(text: str, start: int = 0) -> Iterator[re.Match[str]]:
 
 
 def _choices(inside: str, where: str) -> Iterator[str]:
-    """Yield what braces with this text between them stand for."""
+    """Yield the choices of braces with this text between them."""
     if ends := _RANGE.fullmatch(inside):
         # Python converts no texts of thousands of digits.
         first, last = (int(end[:20]) for end in ends.groups())

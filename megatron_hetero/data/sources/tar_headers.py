@@ -1,10 +1,10 @@
-"""Headers of tar files: POSIX ustar and pax, GNU, and those before them.
+"""Headers of tar files in the formats ustar, pax, GNU and V7.
 
-A scan reads the headers alone, and does with each what its type says:
+A scan reads only the headers, by their type:
 
-  - a regular file is a part of a sample, unless its name is hidden, has no dot, or is in a folder such as `__meta__`;
-  - a folder is passed over;
-  - an extended header of pax or GNU has the name or size of the next member;
+  - a regular file is a field of a sample, unless its name is hidden, has no dot, or is in a folder such as `__meta__`;
+  - a folder is skipped;
+  - an extended header of pax or GNU gives the name or size of the next member;
   - anything else, such as a link, is refused.
 """
 
@@ -21,16 +21,16 @@ from megatron_hetero.base.errors import UserError, quoted
 MAX_EXTENDED_BYTES = 1 << 20
 """Limit of an extended header."""
 BLOCK = 512
-"""Bytes of a header, and a multiple of which members take."""
+"""Bytes of a header. Members are padded to a multiple of it."""
 _ZEROS = bytes(BLOCK)
 _MAX_BEHIND = 1 << 20
-"""Bytes behind the last member that are checked."""
+"""Bytes after the last member that are checked to be zero."""
 _REGULAR = (b"0", b"\0", b"7")
 _FOLDER = b"5"
 _EXTENDED = (b"x", b"X", b"g", b"L", b"K")
 _WANTED = re.compile(rb"\d (path|size|GNU\.sparse)")
 _MAX_NAME = 1 << 12
-"""Bytes of a name, as paths of a system have at most."""
+"""Maximum bytes of a name, the limit of paths in Linux."""
 _SPARSE = b"GNU.sparse"
 _REFUSED = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a pipe",
             b"S": "a sparse file"}  # fmt: skip
@@ -44,20 +44,20 @@ _COMPRESSED = {
 
 
 class Member(NamedTuple):
-    """A part of a sample: name of the sample and of the part, and its place in the file in bytes."""
+    """A field of a sample: the sample's key, the field's name, and its start and size in the tar in bytes."""
 
     key: bytes
-    part: bytes
+    field: bytes
     start: int
     size: int
 
 
 def tar_members(file: StoredFile, whole: int) -> Iterator[Member]:
-    """Yield the parts of samples in a tar file of `whole` bytes, in their order.
+    """Yield the fields of samples in a tar file of `whole` bytes, in the order of the file.
 
     Raises:
-        UserError: it is no tar, damaged or cut, or has members other than files and folders.
-        OSError: it cannot be read.
+        UserError: the file is no tar, damaged or truncated, or has members other than files and folders.
+        OSError: the file cannot be read.
     """
     with file.open() as opened:
 
@@ -66,13 +66,13 @@ def tar_members(file: StoredFile, whole: int) -> Iterator[Member]:
             return opened.read(size)
 
         for name, start, size in _regular_members(file, whole, read):
-            found = _key_and_part(name, file)
-            if found is not None:
-                yield Member(*found, start, size)
+            key_and_field = _key_and_field(name, file)
+            if key_and_field is not None:
+                yield Member(*key_and_field, start, size)
 
 
 def require_tar(file: StoredFile, block: bytes) -> None:
-    """Check the first block of a file. Raises `UserError`."""
+    """Check that the first block of a file is that of an uncompressed tar. Raises `UserError`."""
     for magic, command in _COMPRESSED.items():
         if block.startswith(magic):
             fix = f"{command} it"
@@ -87,7 +87,7 @@ def _regular_members(
     file: StoredFile, whole: int, read: Callable[[int, int], bytes]
 ) -> Iterator[tuple[bytes, int, int]]:
     """Yield the name, start and size of each regular file in a tar."""
-    at, given, of_all = 0, dict[bytes, bytes](), dict[bytes, bytes]()
+    at, given, given_to_all = 0, dict[bytes, bytes](), dict[bytes, bytes]()
     require_tar(file, read(0, BLOCK))
     while (block := read(at, BLOCK)) != _ZEROS:
         if len(block) < BLOCK:
@@ -97,8 +97,8 @@ def _regular_members(
             raise _damaged(file, at)
         kind, name, size = header
         is_extended = kind in _EXTENDED
-        if not is_extended and (given or of_all):
-            name, size, kind = _replaced(name, size, kind, of_all | given)
+        if not is_extended and (given or given_to_all):
+            name, size, kind = _replaced(name, size, kind, given_to_all | given)
             given = {}
         start = at + BLOCK
         at = start if kind == _FOLDER else start + -(-size // BLOCK) * BLOCK
@@ -106,10 +106,13 @@ def _regular_members(
             problem, because = f"ends within member {quoted_name(name)}", "it has been cut"
             raise UserError.at(file, problem=problem, because=because, fix="copy or pack it again")
         if is_extended and size <= MAX_EXTENDED_BYTES:
-            found = _extended(kind, read(start, size))
-            if found is None:
+            values = _extended(kind, read(start, size))
+            if values is None:
                 raise _damaged(file, start - BLOCK)
-            given, of_all = (given, of_all | found) if kind == b"g" else (given | found, of_all)
+            if kind == b"g":
+                given_to_all |= values
+            else:
+                given |= values
         elif is_extended or size < 0:
             raise _damaged(file, start - BLOCK)
         elif kind in _REGULAR:
@@ -129,7 +132,7 @@ def _regular_members(
 
 
 def _header(block: bytes) -> tuple[bytes, bytes, int] | None:
-    """Type, name and size in a header; None if it is none."""
+    """Type, name and size in a header; None if the block is no header."""
     try:
         # The lower half is 1 and the sum of the bytes. The checksum itself counts as eight spaces.
         computed = zlib.adler32(block[156:], zlib.adler32(block[:148])) & 0xFFFF
@@ -144,55 +147,57 @@ def _header(block: bytes) -> tuple[bytes, bytes, int] | None:
     return block[156:157], name, size
 
 
-def _number(field: bytes) -> int:
-    """The number in a field of a header: octal digits, or big-endian behind a first bit. Raises `ValueError`."""
-    if field[0] & 0x80:
-        return int.from_bytes(field, "big") & ((1 << 8 * len(field) - 1) - 1)
-    digits = field.partition(b"\0")[0].strip()
+def _number(raw: bytes) -> int:
+    """Decode a number of a header: octal digits, or big-endian after a leading 1 bit. Raises `ValueError`."""
+    if raw[0] & 0x80:
+        return int.from_bytes(raw, "big") & ((1 << 8 * len(raw) - 1) - 1)
+    digits = raw.partition(b"\0")[0].strip()
     if digits and not digits.isdigit():
         raise ValueError("no number")
     return int(digits or b"0", 8)
 
 
 def is_header_of(block: bytes, member: str, size: int, before: Callable[[], bytes]) -> bool:
-    """Whether a block is the header of that member, with the extended headers at the end of the blocks `before` it."""
+    """Whether a block is the header of a member with this name and size, given a function that returns the blocks
+    before it, which may end with its extended headers.
+    """
     header = _header(block)
     if header is None or header[0] not in _REGULAR:
         return False
-    kind, name, own_size = header
-    if own_size != size or name.lower() != member.lower().encode():
-        name, own_size, kind = _replaced(name, own_size, kind, _given_before(before()))
+    kind, name, stored_size = header
+    if stored_size != size or name.lower() != member.lower().encode():
+        name, stored_size, kind = _replaced(name, stored_size, kind, _given_before(before()))
     is_named = not member.isascii() or len(member) > 100 or name.lower() == member.lower().encode()
-    return is_named and kind in _REGULAR and own_size == size
+    return is_named and kind in _REGULAR and stored_size == size
 
 
 def _given_before(blocks: bytes) -> dict[bytes, bytes]:
-    """What extended headers at the end of some blocks give."""
+    """Values of the extended headers at the end of some blocks."""
     for start in range(len(blocks) - 2 * BLOCK, -1, -BLOCK):
         kind, _, size = _header(blocks[start : start + BLOCK]) or (b"", b"", 0)
         if kind in _EXTENDED and -len(blocks) // BLOCK == -(start + BLOCK + size) // BLOCK:
-            found = _extended(kind, blocks[start + BLOCK :][:size]) or {}
-            return _given_before(blocks[:start]) | found
+            values = _extended(kind, blocks[start + BLOCK :][:size]) or {}
+            return _given_before(blocks[:start]) | values
     return {}
 
 
 def _replaced(name: bytes, size: int, kind: bytes, given: dict[bytes, bytes]) -> tuple[bytes, int, bytes]:
-    """What extended headers say of a member."""
+    """Name, size and type of a member after its extended headers are applied."""
     if _SPARSE in given:
         kind = b"S"
-    if kind in _REGULAR and (own := given.get(b"size")) is not None:
-        size = int(own) if own.isdigit() and len(own) < 20 else -1
+    if kind in _REGULAR and (text := given.get(b"size")) is not None:
+        size = int(text) if text.isdigit() and len(text) < 20 else -1
     return given.get(b"path", name), size, kind
 
 
 def _extended(kind: bytes, data: bytes) -> dict[bytes, bytes] | None:
-    """The path, size and kind that an extended header gives; None if it is damaged."""
+    """Path, size and sparse mark in an extended header; None if it is damaged."""
     if kind == b"L":
         name = data.partition(b"\0")[0]
         return {b"path": name} if len(name) <= _MAX_NAME else None
-    found = dict[bytes, bytes]()
+    values = dict[bytes, bytes]()
     if kind == b"K" or not _WANTED.search(data):  # Mostly the fraction of a time.
-        return found
+        return values
     at = 0
     while at < len(data):
         length = data[at : at + 20].partition(b" ")[0]
@@ -202,22 +207,22 @@ def _extended(kind: bytes, data: bytes) -> dict[bytes, bytes] | None:
         key, _, value = data[at + len(length) + 1 : end - 1].partition(b"=")
         at = end
         if key in (b"path", b"size"):
-            found[key] = value
+            values[key] = value
         elif key.startswith(_SPARSE):
-            found[_SPARSE] = b""
-    return found if len(found.get(b"path", b"")) <= _MAX_NAME else None
+            values[_SPARSE] = b""
+    return values if len(values.get(b"path", b"")) <= _MAX_NAME else None
 
 
-def _key_and_part(name: bytes, file: StoredFile) -> tuple[bytes, bytes] | None:
-    """The key of a sample and the name of its part in the name of a member; None if it is none."""
+def _key_and_field(name: bytes, file: StoredFile) -> tuple[bytes, bytes] | None:
+    """Sample key and field name in the name of a member; None for a member that is not of a sample."""
     folder, slash, last = name.rpartition(b"/")
-    stem, dot, part = last.partition(b".")
+    stem, dot, field = last.partition(b".")
     if name[:1] == b"/" or (b".." in name and b".." in name.split(b"/")):
         expected, fix = "names inside the archive", "pack the samples with relative names"
         raise UserError.at(file, found=f"a member {quoted_name(name)}", expected=expected, fix=fix)
     root = name.partition(b"/")[0]
     is_meta = root.startswith(b"__") and root.endswith(b"__") and len(root) > 3
-    return None if is_meta or not stem or not dot else (folder + slash + stem, part)
+    return None if is_meta or not stem or not dot else (folder + slash + stem, field)
 
 
 def _unfinished(file: StoredFile) -> UserError:

@@ -1,9 +1,7 @@
-"""WebDataset tars: members whose names agree up to the first dot of their last component are parts of one sample."""
+"""WebDataset tars: members with the same folder and the same name up to its first dot are the fields of one sample."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,29 +11,30 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hetero.base.contents import ByteRange, StoredFile, is_url
+from megatron_hetero.base.contents import ByteRange, StoredFile
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.data.sources.formats import Arrays, Columns, Found, Place, changed
+from megatron_hetero.data.sources.formats import Arrays, Columns, Place, RawRecord, changed, prefetch
 from megatron_hetero.data.sources.json_files import MAX_TEXT_BYTES
 from megatron_hetero.data.sources.tar_headers import BLOCK, Member, is_header_of, quoted_name, tar_members
 from megatron_hetero.data.sources.tar_records import TEXTS, decoded, with_defaults
 
 _BEFORE = 16 * BLOCK
-"""Bytes that extended headers are looked for in."""
+"""Bytes before a header that are searched for extended headers."""
 _NEAR = 1 << 17
-"""Bytes between two parts that are read ahead with them."""
+"""Largest gap in bytes between two fields that are prefetched together."""
 
 
 @dataclass(frozen=True)
 class TarFiles:
-    """See `megatron_hetero.data.sources.formats.Format`. A record has the parts of a sample by name, texts decoded and
+    """See `megatron_hetero.data.sources.formats.Format`. A record has the fields of a sample by name, texts decoded and
     others as `Content`, and the fields that `with_defaults` adds.
 
-    Columns: names of samples in `keys` up to `key_ends`, and their parts up to `part_ends`; of each part its name's
-    number in `parts`, and `starts` and `sizes` in bytes; `names` of parts up to `name_ends`.
+    Columns: keys of samples are in `keys` up to `key_ends`, and the numbers of their fields up to `field_ends`; for
+    each field the number of its name is in `fields`, its place in bytes in `starts` and `sizes`; names are in `names`
+    up to `name_ends`.
 
     Attributes:
-        mapped: whether fields are mapped. A record's names of items that it does not contain are then no errors.
+        mapped: whether `fields` of the data set are given. Names of missing items in a JSON field are then no errors.
     """
 
     mapped: bool = False
@@ -45,79 +44,72 @@ class TarFiles:
         whole = int(file.version()[1])
         yield from collect(file, whole, columns, tar_members(file, whole))
         if not columns["key_ends"]:
-            because = "members of samples are regular files named KEY.PART"
+            because = "members of samples are regular files named KEY.FIELD"
             fix = "name them such as 0001.jpg and 0001.json, or remove the file"
             raise UserError.at(file, problem="no samples", because=because, fix=fix)
 
-    def read(self, file: StoredFile, columns: Arrays, numbers: range) -> Iterator[Found]:
+    def read(self, file: StoredFile, columns: Arrays, numbers: range) -> Iterator[RawRecord]:
         """See `Format.read`."""
         for key, members in _samples(columns, numbers):
             where = f"{file.name}: {key}"
             raw = {
-                part: self._text(file, key, part, start, size)
-                if part.rpartition(".")[2] in TEXTS
-                else ByteRange(file, start, size, f"{key}.{part}")
-                for part, start, size in members
+                field: self._text(file, key, field, start, size)
+                if field.rpartition(".")[2] in TEXTS
+                else ByteRange(file, start, size, f"{key}.{field}")
+                for field, start, size in members
             }
             try:
-                value = self._record({part: decoded(each, part, where) for part, each in raw.items()}, where)
+                value = self._record({field: decoded(each, field, where) for field, each in raw.items()}, where)
             except UserError as error:
                 value = error
-            yield Found(value, where)
+            yield RawRecord(value, where)
 
     def read_ahead(self, file: StoredFile, columns: Arrays, numbers: np.ndarray) -> None:
-        """Have the system read these samples, if the file is on this machine."""
-        if is_url(file.name) or not len(numbers) or not hasattr(os, "posix_fadvise"):
-            return
-        with contextlib.suppress(OSError), file.open() as opened:
-            for start, stop in _ranges(columns, numbers).tolist():
-                os.posix_fadvise(opened.fileno(), start, stop - start, os.POSIX_FADV_WILLNEED)
+        """See `Format.read_ahead`. Prefetches the members of these samples."""
+        if len(numbers):
+            prefetch(file, _ranges(columns, numbers).tolist())
 
-    def _record(self, parts: dict[str, Any], where: str) -> dict[str, Any]:
-        """The record of a sample with these parts. Raises `UserError`."""
-        return with_defaults(parts, where, self.mapped)
+    def _record(self, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        """The record of a sample with these fields. Raises `UserError`."""
+        return with_defaults(fields, where, self.mapped)
 
-    def _moved(self, where: str) -> UserError:
-        """The error for a part that is not where the columns say."""
-        return changed(where)
-
-    def _text(self, file: StoredFile, key: str, part: str, start: int, size: int) -> bytes | int:
-        """The bytes of a part, or their number if there are too many. Raises `UserError` if another part is there."""
+    def _text(self, file: StoredFile, key: str, field: str, start: int, size: int) -> bytes | int:
+        """The bytes of a field, or their number if there are too many. Raises `UserError` for another member."""
         if size > MAX_TEXT_BYTES:
             return size
-        # Its header comes along, and shows whether the columns are right.
+        # Its header, which is read with it, shows whether the columns are right.
         raw = file.read(start - BLOCK, BLOCK + size)
         first = max(0, start - BLOCK - _BEFORE)
         before = partial(file.read, first, start - BLOCK - first)
-        if len(raw) < BLOCK + size or not is_header_of(raw[:BLOCK], f"{key}.{part}", size, before):
-            raise self._moved(f"{file.name}: {key} part {part}")
+        if len(raw) < BLOCK + size or not is_header_of(raw[:BLOCK], f"{key}.{field}", size, before):
+            raise changed(f"{file.name}: {key} field {field}")
         return raw[BLOCK:]
 
 
 def _samples(columns: Arrays, numbers: range) -> Iterator[tuple[str, list[tuple[str, int, int]]]]:
-    """Yield key and parts of consecutive samples, each part with its name, start and size."""
-    before = max(0, numbers.start - 1)  # The end of the sample before the first is where that starts.
+    """Yield key and fields of consecutive samples. A field is its name, start and size in bytes."""
+    before = max(0, numbers.start - 1)  # The first sample starts where the one before it ends.
     chosen = slice(before, numbers.stop)
-    key_ends, part_ends = columns["key_ends"][chosen].tolist(), columns["part_ends"][chosen].tolist()
+    key_ends, field_ends = columns["key_ends"][chosen].tolist(), columns["field_ends"][chosen].tolist()
     if not numbers.start:
-        key_ends, part_ends = [0, *key_ends], [0, *part_ends]
-    keys, first = columns["keys"][key_ends[0] : key_ends[-1]].tobytes(), part_ends[0]
-    parts, starts, sizes = (columns[name][first : part_ends[-1]].tolist() for name in ("parts", "starts", "sizes"))
-    names = {part: _name_of_part(columns, part) for part in set(parts)}
+        key_ends, field_ends = [0, *key_ends], [0, *field_ends]
+    keys, first = columns["keys"][key_ends[0] : key_ends[-1]].tobytes(), field_ends[0]
+    fields, starts, sizes = (columns[name][first : field_ends[-1]].tolist() for name in ("fields", "starts", "sizes"))
+    names = {field: _field_name(columns, field) for field in set(fields)}
     for k in range(len(numbers)):
         key = keys[key_ends[k] - key_ends[0] : key_ends[k + 1] - key_ends[0]].decode("utf-8", "backslashreplace")
-        own = range(part_ends[k] - first, part_ends[k + 1] - first)
-        yield key, [(names[parts[m]], starts[m], sizes[m]) for m in own]
+        members = range(field_ends[k] - first, field_ends[k + 1] - first)
+        yield key, [(names[fields[m]], starts[m], sizes[m]) for m in members]
 
 
-def _name_of_part(columns: Arrays, part: int) -> str:
+def _field_name(columns: Arrays, field: int) -> str:
     ends = columns["name_ends"]
-    return columns["names"][ends[part - 1] if part else 0 : ends[part]].tobytes().decode("utf-8")
+    return columns["names"][ends[field - 1] if field else 0 : ends[field]].tobytes().decode("utf-8")
 
 
 def _ranges(columns: Arrays, numbers: np.ndarray) -> np.ndarray:
-    """Where samples are in their file, int64 [ranges, 2]: start and stop in bytes, ascending, small gaps filled."""
-    ends = columns["part_ends"]
+    """Start and stop of samples in their file in bytes, int64 [ranges, 2], ascending, with small gaps included."""
+    ends = columns["field_ends"]
     firsts = np.where(numbers > 0, ends[numbers - 1], 0)
     counts = ends[numbers] - firsts
     members = np.repeat(firsts - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
@@ -132,48 +124,48 @@ def _ranges(columns: Arrays, numbers: np.ndarray) -> np.ndarray:
 
 
 def collect(file: StoredFile, whole: int, columns: Columns, members: Iterable[Member]) -> Iterator[Place]:
-    """Yield the places of samples in a file of `whole` bytes, in the order of their first parts, and fill the columns.
+    """Yield the places of samples in a file of `whole` bytes, in the order of their first fields, and fill the columns.
 
     Raises:
-        UserError: a sample has a part twice.
+        UserError: a sample has a field twice.
     """
     keys, names, spelled = dict[bytes, int](), dict[bytes, int](), dict[bytes, int]()
-    owners, parts, starts, sizes = (array("q") for _ in range(4))
+    owners, fields, starts, sizes = (array("q") for _ in range(4))
     size = end = 0
-    for key, part, start, part_size in members:
+    for key, field, start, field_size in members:
         if key not in keys:
             if keys:
                 yield Place(size, end / whole)
             keys[key], size = len(keys), 0
-        if part not in spelled:  # In lower case, as webdataset has it.
-            name = part.decode("utf-8", "backslashreplace").lower().encode()
-            spelled[part] = names.setdefault(name, len(names))
+        if field not in spelled:  # In lower case, as in the library webdataset.
+            name = field.decode("utf-8", "backslashreplace").lower().encode()
+            spelled[field] = names.setdefault(name, len(names))
         owners.append(keys[key])
-        parts.append(spelled[part])
+        fields.append(spelled[field])
         starts.append(start)
-        sizes.append(part_size)
-        size, end = size + part_size, start + part_size
+        sizes.append(field_size)
+        size, end = size + field_size, start + field_size
     if keys:
         yield Place(size, end / whole)
-    samples, named = np.frombuffer(owners, np.int64), np.frombuffer(parts, np.int64)
+    samples, named = np.frombuffer(owners, np.int64), np.frombuffer(fields, np.int64)
     _require_distinct(file, list(keys), list(names), samples * len(names) + named)
-    if np.any(samples[1:] < samples[:-1]):  # Bring the parts of each sample together.
+    if np.any(samples[1:] < samples[:-1]):  # Sort the fields by sample.
         order = np.argsort(samples, kind="stable")
-        parts, starts, sizes = (
-            array("q", np.frombuffer(each, np.int64)[order].tobytes()) for each in (parts, starts, sizes)
+        fields, starts, sizes = (
+            array("q", np.frombuffer(each, np.int64)[order].tobytes()) for each in (fields, starts, sizes)
         )
-    columns |= {"parts": parts, "starts": starts, "sizes": sizes}
-    columns["part_ends"] = array("q", np.cumsum(np.bincount(samples, minlength=len(keys)), dtype=np.int64).tobytes())
+    columns |= {"fields": fields, "starts": starts, "sizes": sizes}
+    columns["field_ends"] = array("q", np.cumsum(np.bincount(samples, minlength=len(keys)), dtype=np.int64).tobytes())
     columns["keys"], columns["key_ends"] = bytearray().join(keys), array("q", accumulate(map(len, keys)))
     columns["names"], columns["name_ends"] = bytearray().join(names), array("q", accumulate(map(len, names)))
 
 
 def _require_distinct(file: StoredFile, keys: Sequence[bytes], names: Sequence[bytes], codes: np.ndarray) -> None:
-    """Check the `codes` of parts, which are equal for one name in one sample. Raises `UserError`."""
+    """Check that the `codes` of fields differ: equal codes mean one name twice in one sample. Raises `UserError`."""
     codes.sort()
     twice = codes[1:][codes[1:] == codes[:-1]]
     if len(twice):
-        owner, part = divmod(int(twice[0]), len(names))
-        problem = f"part {quoted_name(names[part])} given twice"
+        owner, field = divmod(int(twice[0]), len(names))
+        problem = f"field {quoted_name(names[field])} given twice"
         fix = "rename one of the two members, or pack the samples anew"
         raise UserError.at(f"{file}: {quoted_name(keys[owner])}", problem=problem, fix=fix)

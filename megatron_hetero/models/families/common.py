@@ -16,7 +16,7 @@ from megatron_hetero.base.files import Only, shown
 from megatron_hetero.hf.model_files import INDEX, SINGLE
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.items.pictures import IMAGE_TOKENS, Pictures, rope_positions
-from megatron_hetero.models.items.types import Block
+from megatron_hetero.models.items.types import RowBlock
 
 _UNQUANTISED = Only(
     (None, {}),
@@ -173,7 +173,7 @@ class PictureFamily(Family):
     tokens = IMAGE_TOKENS
     encoders = MappingProxyType({"vision": (PICTURES,)})
 
-    def positions(self, tokens: int, starts: np.ndarray, blocks: Sequence[Block], /) -> np.ndarray:
+    def positions(self, tokens: int, starts: np.ndarray, blocks: Sequence[RowBlock], /) -> np.ndarray:
         """Return the rotary positions of text, pictures and videos, see `rope_positions`."""
         return rope_positions(tokens, starts, blocks)
 

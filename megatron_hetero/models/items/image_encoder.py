@@ -1,4 +1,4 @@
-"""The common part of encoders that cut images into square patches."""
+"""Common code of encoders that cut images into square patches."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from megatron_hetero.models.layers.rotary import AxialRotary
 
 @dataclass(frozen=True)
 class ImageEncoderShape(EncoderShape):
-    """The common part of `megatron_hetero.models.family.EncoderShape`s of encoders that cut images into square patches
-    and merge square units of them. Sizes in elements.
+    """Base of the shapes (`megatron_hetero.models.family.EncoderShape`) of encoders that cut images into square patches
+    and merge square units of them. Sizes are in elements.
     """
 
     norm_eps: ClassVar[float] = 1e-6
-    """Constant that norms add to the variance, the same in all configurations."""
+    """Epsilon of norms, the same in all configurations."""
 
     heads: int
     ffn: int
     channels: int
     patch: int
-    """Pixels per side of a patch."""
+    """Side of a patch in pixels."""
     temporal_patch: int
-    """Frames of a patch."""
+    """Number of frames in a patch."""
     merge: int
-    """Patches per side of a unit."""
+    """Side of a unit in patches."""
     out_hidden: int
     rope_theta: float
 
     @classmethod
-    def of(cls, vision: Any, **own: Any) -> Self:
-        """Reads the configuration `vision_config`. `own`: further fields of a family."""
+    def of(cls, vision: Any, **further: Any) -> Self:
+        """The shape in a `vision_config`. `further`: further fields of a family's shape."""
         return cls(
             layers=vision.depth,
             hidden=vision.hidden_size,
@@ -52,27 +52,27 @@ class ImageEncoderShape(EncoderShape):
             merge=vision.spatial_merge_size,
             out_hidden=vision.out_hidden_size,
             rope_theta=float(vision.rope_parameters["rope_theta"]),
-            **own,
+            **further,
         )
 
     @property
     def head_dim(self) -> int:
-        """Elements of one attention head."""
+        """Width of an attention head."""
         return self.hidden // self.heads
 
     @property
     def patch_elements(self) -> int:
-        """Pixel values of one patch: channels x temporal x height x width."""
+        """Pixel values in a patch: channels x temporal x height x width."""
         return self.channels * self.temporal_patch * self.patch**2
 
     @property
     def unit(self) -> int:
-        """Patches that are merged into one row."""
+        """Number of patches merged into one row."""
         return self.merge**2
 
     @property
     def unit_width(self) -> int:
-        """Pixel values of a unit."""
+        """Pixel values in a unit."""
         return self.unit * self.patch_elements
 
     def rows(self, size: ImageSize) -> int:
@@ -80,12 +80,12 @@ class ImageEncoderShape(EncoderShape):
         return math.prod(size) // self.unit
 
     def sequences(self, size: ImageSize) -> tuple[int, ...]:
-        """Patches of each frame, the sequences of full attention."""
+        """Number of patches in each frame; a frame is a sequence of full attention."""
         frames, rows, columns = size
         return (rows * columns,) * frames
 
     def tokens(self, sizes: Iterable[ImageSize]) -> Tokens:
-        """The sequences and windows of images of these sizes."""
+        """Lengths of the sequences and windows of images of these sizes."""
         sizes = list(sizes)
         return Tokens(
             [patches for size in sizes for patches in self.sequences(size)],
@@ -93,7 +93,7 @@ class ImageEncoderShape(EncoderShape):
         )
 
     def positions(self, size: ImageSize, units: np.ndarray) -> np.ndarray:
-        """Row and column of each patch of these units: int64 [2, patches]."""
+        """Row and column of each patch in these units: int64 [2, patches]."""
         return patch_positions(size, self.merge, units)
 
     def cost_per_patch(self, size: ImageSize) -> float:
@@ -103,7 +103,7 @@ class ImageEncoderShape(EncoderShape):
 
     @property
     def window_patches(self) -> int:
-        """Patches of a whole window of local attention, a multiple of a unit."""
+        """Number of patches in a full window of local attention, a multiple of `unit`."""
         return self.unit
 
     @property
@@ -112,7 +112,7 @@ class ImageEncoderShape(EncoderShape):
         return AxialRotary(self.rope_theta, self.head_dim)
 
     def attention(self, *, windowed: bool = False) -> SelfAttention:
-        """Attention of a layer, inside windows if `windowed`."""
+        """The attention of a layer, within windows if `windowed`."""
         return SelfAttention(
             self.hidden,
             self.heads,
@@ -127,8 +127,8 @@ class ImageEncoderShape(EncoderShape):
 
     @cached_property
     def flops_per_patch(self) -> tuple[float, float]:
-        """Forward flops per patch, and per pair of patches of one sequence in layers of full attention: `linear` and
-        `quadratic` of linear * n + quadratic * n^2 for images of one and two windows of n patches.
+        """Forward flops per patch, and per pair of patches in one sequence of full attention: `linear` and `quadratic`
+        of linear * n + quadratic * n^2, fitted to images of one and of two windows.
         """
         n = self.window_patches
         one, two = (

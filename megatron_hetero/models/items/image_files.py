@@ -1,6 +1,6 @@
 """Picture files: the size from the header alone, and the pixels as upright RGB.
 
-Files come from anywhere, so only formats are read that Pillow decodes in this process: others start programs (EPS
+Files are not trusted, so only formats are read that Pillow decodes in this process: others start programs (EPS
 starts Ghostscript) or have obscure decoders. Pillow refuses truncated files and pictures of too many pixels.
 """
 
@@ -33,7 +33,7 @@ _UPRIGHT = {
 }
 _SWAPS_SIDES = {5, 6, 7, 8}
 _MAX_BEHIND = 1 << 20
-"""Bytes of a JPEG between its last pixel and its end marker."""
+"""Maximum bytes of a JPEG between its last pixel and its end marker."""
 
 
 def picture_size(content: Content, where: str) -> tuple[int, int]:
@@ -61,16 +61,16 @@ def load_picture(content: Content, where: str) -> Image.Image:
 
 
 def _require_end(kind: str | None, file: Any) -> None:
-    """Check what decoders ignore in a decoded `file`: a PNG's checksums, and whether a JPEG was written up to its end.
-    Raises what Pillow does.
+    """Check what decoders ignore in a decoded `file`: the checksums of a PNG, and whether a JPEG is complete. Raises
+    Pillow's exceptions.
     """
     if kind == "PNG":
         with Image.open(file, formats=["PNG"]) as again:
             again.verify()
     elif kind in ("JPEG", "MPO"):
-        read = file.tell()  # At least the pixels.
+        read = file.tell()  # At least to the end of the pixels.
         file.seek(0)
-        JpegImageFile(file)  # Reads up to the compressed data, which has none of the two markers.
+        JpegImageFile(file)  # Reads up to the compressed data, which contains neither of the two markers.
         data = file.read(read - file.tell() + _MAX_BEHIND)
         end = data.find(b"\xff\xd9")
         if end < 0 or data.find(b"\xff\xd8", 0, end) >= 0:
@@ -78,17 +78,17 @@ def _require_end(kind: str | None, file: Any) -> None:
 
 
 def image_place(where: str, content: Content) -> str:
-    """A record's image in messages."""
+    """Name of a record's image in messages."""
     return f"{where}: image {content}"
 
 
 @contextmanager
 def _open(content: Content, where: str) -> Iterator[ImageFile.ImageFile]:
-    """The picture in a file. Inside, errors are raised as `UserError`s: Pillow's plugins raise nearly every built-in
-    exception for damaged files.
+    """Open the picture in a file. Inside, exceptions are raised as `UserError`s: Pillow's plugins raise nearly every
+    built-in exception for damaged files.
     """
     try:
-        # Opened here: Pillow would open a file that it is given by name a second time.
+        # Not by name: Pillow would open the file a second time.
         with content.open() as file, Image.open(file, formats=_known_formats()) as image:
             yield image
     except (UserError, MemoryError):
@@ -133,8 +133,8 @@ def _known_formats() -> tuple[str, ...]:
 def _orientation(image: Image.Image) -> int:
     """EXIF orientation 1 to 8, from the data before the pixels.
 
-    Uses the method of the base class, because the one for PNG decodes the picture to find metadata behind the pixels.
-    TIFF pictures turn themselves: their size is the upright one already.
+    Uses the method of the base class, because the method for PNG decodes the picture to find metadata after the pixels.
+    Pillow applies the orientation of TIFF pictures itself.
     """
     if image.format == "TIFF":
         return 1
@@ -152,5 +152,9 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         raise ValueError("floating-point pixels have no defined range")
     if not image.has_transparency_data:
         return image.convert("RGB")
-    rgba = image.convert("RGBA")
+    return over_white(image.convert("RGBA"))
+
+
+def over_white(rgba: Image.Image) -> Image.Image:
+    """An RGBA picture over white, as RGB."""
     return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")

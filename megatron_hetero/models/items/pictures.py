@@ -1,8 +1,7 @@
-"""Pictures as an item type: their sizes, patches and positions, their reader, and the common part of the shapes of
-picture encoders.
+"""Pictures as an item type: sizes, patches and positions, and the reader.
 
-Patches are in unit order: unit u of a picture, counted along its rows (*raster order*), has the patches of
-merge x merge places, row by row.
+Patches are in unit order: units are counted along the rows of a picture (*raster order*), and the merge x merge patches
+of a unit are consecutive, row by row.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.files import read_object
 from megatron_hetero.hf.model_files import NESTED
 from megatron_hetero.models.items.image_files import image_place, load_picture, picture_size
-from megatron_hetero.models.items.types import Block, Header, Item, ItemOrder, ItemTokens, ItemType, Modality, Piece
+from megatron_hetero.models.items.types import Header, Item, ItemOrder, ItemTokens, ItemType, Modality, Piece, RowBlock
 from megatron_hetero.models.items.video_sampling import given_size
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class ImageSize(NamedTuple):
-    """Frames, and rows and columns of patches before merging. A picture has one frame."""
+    """Number of frames, and of rows and columns of patches before merging. A picture has one frame."""
 
     frames: int
     rows: int
@@ -38,8 +37,9 @@ class ImageSize(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def picture_order(size: ImageSize, merge: int, window: int) -> ItemOrder:
-    """A picture in windows of `window` x `window` units, smaller at the lower and right edges: all units of the first
-    window in raster order, then of the second, ... Windows of one unit are raster order.
+    """The order of a picture's units by windows of `window` x `window` units, which are smaller at the lower and right
+    edges: all units of the first window in raster order, then all of the second, and so on. With window 1 this is
+    raster order.
     """
     frames, rows, columns = size[0], size[1] // merge, size[2] // merge
     frame, row, column = np.indices((frames, rows, columns))
@@ -52,7 +52,7 @@ def picture_order(size: ImageSize, merge: int, window: int) -> ItemOrder:
 
 
 def patch_positions(size: ImageSize, merge: int, units: np.ndarray) -> np.ndarray:
-    """Row and column of each patch of these units of a picture, by raster index: int64 [2, patches]."""
+    """Row and column of each patch in the units of these raster indices: int64 [2, patches]."""
     rows, columns, inside = size[1] // merge, size[2] // merge, np.arange(merge)
     units = units.astype(np.int64)[:, None, None]
     row = units // columns % rows * merge + inside[:, None]
@@ -60,16 +60,16 @@ def patch_positions(size: ImageSize, merge: int, units: np.ndarray) -> np.ndarra
     return np.stack([x.ravel() for x in np.broadcast_arrays(row, column)])
 
 
-def rope_positions(length: int, starts: np.ndarray, blocks: Sequence[Block]) -> np.ndarray:
+def rope_positions(length: int, starts: np.ndarray, blocks: Sequence[RowBlock]) -> np.ndarray:
     """Multimodal rotary positions of one sample: time, height and width of each token (Qwen2-VL, arXiv 2409.12191,
     section 2.1).
 
-    Text advances all three together. The tokens of an image share one time and have their row and column in it, all
-    counted from the image's first position; the text after it continues from the largest of them, or from where the
-    block says.
+    A text token advances all three by one. The tokens of an image share one time and have their row and column in the
+    image, all relative to the image's first position. The following text continues after the largest position, or at
+    the position that `RowBlock.length` gives.
 
     Args:
-        length: number of tokens of the sample, those of items included.
+        length: number of tokens of the sample, including those of items.
         starts: int64 [blocks], index of each block's first row.
         blocks: the blocks of all items.
 
@@ -106,11 +106,12 @@ class ImageReader:
         """The size of a picture as the encoder takes it."""
         return self._size(item, item.header or self.header(item))
 
-    def _size(self, item: Item, own: tuple[int, int]) -> ImageSize:
+    def _size(self, item: Item, file_size: tuple[int, int]) -> ImageSize:
+        """The size of a picture as the encoder takes it, from width and height in its file."""
         # Imports torch; see `megatron_hetero.data.tokenizer`.
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        processor, given, (width, height) = self.image_processor, dict(item.given), own
+        processor, given, (width, height) = self.image_processor, dict(item.given), file_size
         unit, limits = processor.patch_size * processor.merge_size, processor.size
         low = given.get("min_pixels", min(limits["shortest_edge"], given.get("max_pixels", math.inf)))
         high = given.get("max_pixels", max(limits["longest_edge"], low))
@@ -126,22 +127,22 @@ class ImageReader:
         return ImageSize(1, height // processor.patch_size, width // processor.patch_size)
 
     def pieces(self, size: ImageSize) -> tuple[ImageSize, ...]:
-        """The picture as its only piece."""
+        """The size of the only piece, the picture."""
         return (size,)
 
-    def blocks(self, size: ImageSize) -> Sequence[Block]:
+    def blocks(self, size: ImageSize) -> Sequence[RowBlock]:
         """One block: frame, row and column of each merged patch in raster order."""
         (frames, rows, columns), merge = size, self.image_processor.merge_size
-        return (Block(np.indices((frames, rows // merge, columns // merge)).reshape(3, -1)),)
+        return (RowBlock(np.indices((frames, rows // merge, columns // merge)).reshape(3, -1)),)
 
     def describe(self, item: Item, size: ImageSize) -> str:
-        """The picture's own size, its size for the encoder, and its grid of patches."""
+        """The picture's size in pixels, its size for the encoder, and its grid of patches."""
         (width, height), patch = self.header(item), self.image_processor.patch_size
         resized = f"{size.columns * patch}×{size.rows * patch} px"
         return f"{width}×{height} px → {resized}, grid {tuple(size)} (t, h, w)"
 
     def patches(self, item: Item, pieces: Sequence[Piece]) -> np.ndarray:
-        """Decodes one picture, of one piece.
+        """Decode one picture, which has one piece.
 
         Returns:
             float32 [t·h·w, channels · temporal_patch_size · patch_size²], normalised; merged groups are adjacent.
@@ -154,11 +155,11 @@ class ImageReader:
             (_, rows, columns), patch = self._size(item, picture.size), self.image_processor.patch_size
             picture, more = fitted(picture, (columns * patch, rows * patch)), {"do_resize": False}
         output = self.image_processor(images=[picture], return_tensors="np", **more)
-        found, expected = output["image_grid_thw"][0].tolist(), list(cast(ImageSize, size))
-        if found != expected:
+        grid, expected = output["image_grid_thw"][0].tolist(), list(cast(ImageSize, size))
+        if grid != expected:
             raise UserError.at(
                 image_place(item.where, item.content),
-                found=f"a decoded picture of {found} patches (time, height, width)",
+                found=f"a decoded picture of {grid} patches (time, height, width)",
                 expected=f"{expected}, as its header said",
                 fix="do not change pictures meanwhile; replace damaged ones; touch one whose old size is in data.index",
             )
@@ -166,47 +167,47 @@ class ImageReader:
 
 
 def fitted(picture: Image.Image, side: tuple[int, int]) -> Image.Image:
-    """The picture in this width and height."""
+    """The picture resized to this width and height."""
     return picture if picture.size == side else picture.resize(side, Image.Resampling.BICUBIC)
 
 
 class PixelLimits(NamedTuple):
-    """The smallest and the largest area of a resized picture; None: the default of the encoder's folder."""
+    """Minimum and maximum area of a resized picture in pixels; None: the default of the encoder's folder."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
 
 
 def read_settings(folder: Path, sources: Sequence[str]) -> dict[str, Any]:
-    """The settings of a processor with these `ItemType.settings`, as `transformers` finds them. Raises `UserError`."""
+    """The settings of a processor, searched in `ItemType.settings` as `transformers` does. Raises `UserError`."""
     key, *files = sources
     for name in (NESTED, *files):
         if (folder / name).is_file():
-            found = read_object(folder / name)
-            settings = found.get(key) if name == NESTED else found
+            content = read_object(folder / name)
+            settings = content.get(key) if name == NESTED else content
             if isinstance(settings, dict):
                 return settings
     return {}
 
 
-def load_image_processor(folder: Path, of_class: type, section: Any, setting: str) -> Any:
-    """The image processor of a folder in its PIL variant, which gives the same pixels on every machine.
+def load_image_processor(folder: Path, kind: type, section: Any, setting: str) -> Any:
+    """Load the image processor of a folder in its PIL variant, which gives the same pixels on every machine.
 
     Args:
         folder: a folder whose files have been checked.
-        of_class: class of the image processor.
+        kind: class of the image processor.
         section: settings with some fields of `PixelLimits`.
-        setting: the setting that names the folder.
+        setting: name of the setting with the folder.
 
     Raises:
-        UserError: no picture can have these areas.
+        UserError: no picture can have an area within the limits.
     """
     # From its module: releases before 5.18 export it only if torchvision is installed.
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     local: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **local)
-    if not isinstance(image_processor, of_class):
+    if not isinstance(image_processor, kind):
         raise TypeError(f"it is of type {type(image_processor).__name__}")
     size = dict(image_processor.size)
     low, high = (getattr(section, field, None) for field in PixelLimits._fields)
@@ -226,8 +227,8 @@ def load_image_processor(folder: Path, of_class: type, section: Any, setting: st
 
 
 def check_agreement(folder: Path, vision: Any, image_processor: Any) -> None:
-    """Check that the image processor cuts patches as the encoder expects them, and that it works. Raises `UserError`,
-    or the errors of a broken image processor.
+    """Check that the image processor works and cuts the patches that the encoder expects. Raises `UserError`, or the
+    exceptions of a broken image processor.
     """
     file = folder / "preprocessor_config.json"
     _require(file, "do_resize", image_processor.do_resize, True, "for images of any size")
@@ -245,15 +246,15 @@ _PATCHES = {
     "merge_size": "spatial_merge_size",
     "temporal_patch_size": "temporal_patch_size",
 }
-"""Settings of processors that cut patches, with those of `vision_config` that they equal."""
+"""Settings of processors that cut patches, with the settings of `vision_config` that must be equal."""
 
 
 def require_patches(file: Path, settings: Mapping[str, Any], vision: Any) -> None:
-    """Check that a processor's settings in `file`, where it has them, cut patches as `vision_config` says. Raises
+    """Check that a processor's settings in `file` agree with `vision_config` on patches, where they are given. Raises
     `UserError`.
     """
-    for name, of_vision in _PATCHES.items():
-        theirs = getattr(vision, of_vision)
+    for name, vision_name in _PATCHES.items():
+        theirs = getattr(vision, vision_name)
         _require(file, name, settings.get(name, theirs), theirs, "by vision_config of config.json")
 
 
@@ -291,14 +292,14 @@ class Pictures(ItemType):
 
     def exported(self, folder: Path, section: Mapping[str, Any]) -> dict[str, Any]:
         """The image processor's settings with the run's limits."""
-        if not any(asked := PixelLimits(section.get("min_pixels"), section.get("max_pixels"))):
+        if not any(chosen := PixelLimits(section.get("min_pixels"), section.get("max_pixels"))):
             return {}
-        size = load_image_processor(folder, self.image_processor_class(), asked, str(folder)).size
+        size = load_image_processor(folder, self.image_processor_class(), chosen, str(folder)).size
         limits = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"], "size": size}
         return read_settings(folder, self.settings) | limits
 
     def assumed(self, shape: Any, plan: EstimateConfig) -> ImageSize:
-        """A square of whole units, as the image processor would resize it."""
+        """A square of whole units, as resized by the image processor."""
         return square(plan.image_side, shape)
 
     def measures(self, shape: Any, size: ImageSize) -> str:
@@ -307,11 +308,11 @@ class Pictures(ItemType):
 
 
 def square(side: int, shape: Any) -> ImageSize:
-    """A square of whole units, as an encoder of `shape` takes one of so many pixels per side."""
+    """The size, in whole units, of a square picture with `side` pixels per side for an encoder with this shape."""
     patches = max(1, round(side / (shape.patch * shape.merge))) * shape.merge
     return ImageSize(1, patches, patches)
 
 
 def pixels_of(shape: Any, size: ImageSize) -> str:
-    """Width and height in pixels, in words."""
+    """Width and height in pixels, as text."""
     return f"{size.columns * shape.patch:,}x{size.rows * shape.patch:,} pixels"

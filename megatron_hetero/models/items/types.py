@@ -1,10 +1,11 @@
-"""Interfaces of item types, by which general code reads, cuts and deals items without looking into a size.
+"""Interfaces of item types. With them general code reads, cuts and distributes items without knowing what a size is.
 
-An *item* is what a record shows in one place: a picture, a video, a clip of sound. It consists of *pieces*, each read,
-assigned to a replica and limited in size by itself: a picture is one, a video has one for every two frames. All item
-types of an encoder have pieces of the encoder's own geometry (`ItemShape`), so that one call takes them together.
+An *item* is shown at one place of a record: a picture, a video, a clip of sound. It consists of *pieces*, which are
+read, assigned to replicas and limited in size one by one: a picture is one piece, a video has one for every two frames.
+The pieces of all item types of an encoder have the geometry of the encoder (`ItemShape`), so that one call encodes them
+together.
 
-A *patch* is what an encoder embeds as one token, a *unit* the patches that become one row.
+A *patch* is embedded as one token of the encoder, a *unit* is the group of patches that become one row.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ if TYPE_CHECKING:
     from megatron_hetero.config.sections import EstimateConfig
 
 Modality = Literal["image", "video", "audio"]
-"""Kind of an item type, different for each type of an encoder."""
+"""Modality of an item type. The types of one encoder have different modalities."""
 
 Header: TypeAlias = "tuple[int, int]"
-"""Two figures in the header of an item's file, such as width and height."""
+"""Two numbers from the header of an item's file, such as width and height."""
 
 Size = Hashable
-"""The size of an item or piece, a value of the type's own, such as rows and columns of patches."""
+"""Size of an item or piece, whose meaning depends on the item type, such as rows and columns of patches."""
 
 
 class Item(NamedTuple):
-    """Location of an item, and what is known of it.
+    """An item of a record.
 
-    `content`: its bytes, or the first of `frames`. `where`: the record that shows it, for messages. `frames`: the bytes
-    of an item that consists of several files, in order. `given`: names and values of further fields of the record.
-    `header`: see `ItemReader.header`; None if it has not been read.
+    `content`: its bytes, or the first of `frames`. `where`: name of the record in messages. `frames`: contents of the
+    files of an item that consists of several, in order. `given`: names and values of settings in the record. `header`:
+    see `ItemReader.header`; None if it has not been read.
     """
 
     content: Content
@@ -46,17 +47,17 @@ class Item(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Piece `number` of an item, and the piece's size."""
+    """Piece `number` of an item, and its size."""
 
     number: int
     size: Size
 
 
-class Block(NamedTuple):
-    """Consecutive rows of an item in the text, between `before` and `after`.
+class RowBlock(NamedTuple):
+    """Consecutive rows of an item in the text, between the texts `before` and `after`.
 
-    `places`: int64 [3, rows], positions in time, height and width, from the first position of the block. `length`:
-    position of the text after it, from there; None: the one after the largest.
+    `places`: int64 [3, rows], positions in time, height and width, relative to the first position of the block.
+    `length`: position of the following text, relative to the same; None: the position after the largest.
     """
 
     places: np.ndarray
@@ -66,7 +67,7 @@ class Block(NamedTuple):
 
 
 class ItemTokens(NamedTuple):
-    """Tokens of an item in the text: `start`, a `row` for each of its rows, `end`. Keys of `Family.tokens`."""
+    """Tokens of an item in the text: `start`, one `row` per row, `end`. They are keys of `Family.tokens`."""
 
     start: str
     row: str
@@ -74,7 +75,7 @@ class ItemTokens(NamedTuple):
 
 
 class ItemReader(Protocol):
-    """Reads items of one type for one encoder. Has no open files and can be pickled."""
+    """Reads items of one type for one encoder. It has no open files and can be pickled."""
 
     @property
     def token_id(self) -> int:
@@ -82,19 +83,19 @@ class ItemReader(Protocol):
         ...
 
     def header(self, item: Item) -> Header:
-        """What `size` takes from the header of an item's file. Raises `UserError`."""
+        """Read the numbers that `size` needs from the header of an item's file. Raises `UserError`."""
         ...
 
     def size(self, item: Item) -> Size:
-        """The size of an item, from its header, which is read only if it is not known. Raises `UserError`."""
+        """The size of an item, from `Item.header`, or from its file if that is None. Raises `UserError`."""
         ...
 
     def pieces(self, size: Any) -> tuple[Size, ...]:
         """The sizes of the pieces of an item of that size, in the order of their rows."""
         ...
 
-    def blocks(self, size: Any) -> Sequence[Block]:
-        """The blocks of an item in the text, which have as many rows as its pieces."""
+    def blocks(self, size: Any) -> Sequence[RowBlock]:
+        """The blocks of an item in the text. They have the same number of rows as its pieces."""
         ...
 
     def patches(self, item: Item, pieces: Sequence[Piece]) -> np.ndarray:
@@ -102,52 +103,52 @@ class ItemReader(Protocol):
         ...
 
     def describe(self, item: Item, size: Any) -> str:
-        """A description of an item in its file and of what the encoder takes. Raises `UserError`."""
+        """A description of an item as stored and as the encoder takes it. Raises `UserError`."""
         ...
 
 
 class ItemType(Protocol):
-    """Base of a type of items. Importing one imports neither torch nor transformers; its methods do."""
+    """Base of item types. The module of a type imports neither torch nor transformers; its methods may."""
 
     modality: Modality
-    """The kind of its items."""
+    """Modality of its items."""
     tokens: ItemTokens
     """The tokens of an item in the text."""
     processor: str
     """Name of the processor of `transformers` that reads its items, for messages."""
     settings: tuple[str, ...] = ()
-    """Where folders have the processor's settings: key in `processor_config.json`, and files of older folders."""
+    """Where folders store the processor's settings: a key of `processor_config.json`, then files of older folders."""
 
     def open(self, folder: Path, config: Any, section: Any, setting: str, token_id: int) -> ItemReader:
-        """The reader of an encoder's folder, which `setting` names.
+        """Open a reader with the settings of an encoder's folder.
 
         Args:
-            folder: in `transformers` format.
+            folder: a folder in `transformers` format.
             config: the folder's configuration.
-            section: the user's settings for reading items, `data` or an entry of `modules`. A type reads fields
-                of its own; the folder gives the defaults of missing ones and of None.
-            setting: for messages.
+            section: the user's settings for reading items, `data` or an entry of `modules`. A type reads the fields
+                that it knows; defaults of missing fields and of None are those of the folder.
+            setting: name of the setting with the folder, for messages.
             token_id: the token that stands for one row.
 
         Raises:
-            UserError: the settings do not fit. For a folder that does not load, any other error.
+            UserError: the settings are invalid. A folder that does not load may raise any other exception.
         """
         ...
 
-    def chat_part(self, section: Any, token: str) -> dict[str, str]:
-        """The part of a chat message that stands for an item with rows of `token`. `section`: see `open`."""
+    def chat_entry(self, section: Any, token: str) -> dict[str, str]:
+        """The entry of a chat message that stands for an item with rows of `token`. `section`: see `open`."""
         return {"type": self.modality}
 
     def assumed(self, shape: Any, plan: EstimateConfig) -> Size:
-        """The size of the pieces that section `plan` describes, for an encoder of `shape`."""
+        """Size of the pieces described by section `plan`, for an encoder with this shape."""
         ...
 
     def assumed_pieces(self, plan: EstimateConfig) -> int:
-        """Number of pieces of a sample that section `plan` describes."""
+        """Number of pieces in a sample described by section `plan`."""
         return plan.images
 
     def assumed_items(self, plan: EstimateConfig) -> tuple[str, str]:
-        """The items of a sample in words, and the settings that describe them."""
+        """The items of a sample in words, and the names of the settings that describe them."""
         return f"{plan.images} image{'s' * (plan.images != 1)}", "plan.images, plan.image_side"
 
     def measures(self, shape: Any, size: Any) -> str:
@@ -155,15 +156,15 @@ class ItemType(Protocol):
         ...
 
     def exported(self, folder: Path, section: Mapping[str, Any]) -> dict[str, Any]:
-        """The processor's settings in an export of a run with `section` (see `open`); empty for those of the folder."""
+        """Processor settings in an export of a run with `section` (see `open`); empty if the folder's apply."""
         return {}
 
 
 class ItemOrder(NamedTuple):
-    """One piece in the order in which its encoder works.
+    """The units of one piece in the order in which the encoder processes them.
 
-    `units`: int32 [units], the number of each unit, in the order of rows. `windows`: int32 [windows], units of each
-    window of local attention.
+    `units`: int32 [units], position of each processed unit in the order of rows. `windows`: int32 [windows], number of
+    units in each window of local attention.
     """
 
     units: np.ndarray
@@ -171,37 +172,37 @@ class ItemOrder(NamedTuple):
 
 
 class ItemShape(Protocol):
-    """The geometry by which an encoder cuts pieces. A `size` is a piece's."""
+    """Geometry of an encoder's pieces. Each `size` is the size of a piece."""
 
     @property
     def unit(self) -> int:
-        """Patches of a unit."""
+        """Number of patches in a unit."""
         ...
 
     @property
     def unit_width(self) -> int:
-        """Input elements of a unit."""
+        """Number of input elements in a unit."""
         ...
 
     @property
     def position_dims(self) -> int:
-        """Coordinates of a patch."""
+        """Number of coordinates of a patch."""
         ...
 
     def rows(self, size: Any) -> int:
-        """Rows of a piece, one for each unit."""
+        """Number of rows of a piece, one per unit."""
         ...
 
     def order(self, size: Any) -> ItemOrder:
-        """The piece in the order in which the encoder works."""
+        """Processing order of the units of a piece."""
         ...
 
     def positions(self, size: Any, units: np.ndarray) -> np.ndarray:
-        """Coordinates of each patch of these units of the piece, by number: int64 [dims, patches]."""
+        """Coordinates of the patches in the units of these numbers: int64 [position_dims, patches]."""
         ...
 
     def sequences(self, size: Any) -> tuple[int, ...]:
-        """Patches of each sequence of full attention."""
+        """Number of patches in each sequence of full attention."""
         ...
 
     def cost(self, size: Any) -> float:
@@ -214,9 +215,10 @@ class ItemShape(Protocol):
 
 
 def padded_patches(patches: int, unit: int, sequence_shards: int) -> int:
-    """Patches of a shard with padding: whole units for each of the ranks that share its activations, and never none.
+    """Number of patches in a shard after padding: whole units for each rank that shares its activations, at least one
+    each.
 
-    `sequence_shards`: tp with sequence-parallel activations, else 1. An empty shard takes part in collectives, and
+    `sequence_shards`: tp with sequence-parallel activations, else 1. An empty shard participates in collectives, and
     Megatron's layers do not accept tensors without elements.
     """
     share = unit * sequence_shards

@@ -1,8 +1,8 @@
-"""Video files: when each frame is shown, and wanted frames as upright RGB.
+"""Video files: the time of each frame, and requested frames as upright RGB.
 
-Files come from anywhere. FFmpeg reads an open file and opens nothing else: formats that name other files (playlists,
-`concat`) or start from pictures are not among the ones it may recognise. A file whose end is missing is refused, for
-FFmpeg reports no error there. Reading has a time limit.
+Files are not trusted. FFmpeg reads an open file and opens nothing else: formats that name other files (playlists,
+`concat`) or are made of pictures are not accepted. A truncated file is refused, because FFmpeg reports no error for it.
+Reading has a time limit.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from PIL import Image
 from megatron_hetero.base.contents import Content, Version
 from megatron_hetero.base.errors import UserError, in_short, reason
 from megatron_hetero.base.files import mark_used, read_bytes, remove_unused, replacing
+from megatron_hetero.models.items.image_files import over_white
 from megatron_hetero.models.items.types import Item
 
 if TYPE_CHECKING:
@@ -43,19 +44,19 @@ Convert: TypeAlias = Callable[[Image.Image], T]
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,asf,ogg,gif,ivf,mxf"
 """Accepted formats, by FFmpeg's names, regardless of a file's suffix."""
 MAX_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 1 << 27)
-"""Limit of a frame, that of pictures."""
+"""Maximum pixels of a frame, as for pictures."""
 MAX_FRAMES = 1 << 23
-"""Limit of a file: 38 hours of 60 frames a second."""
+"""Maximum frames of a file: 38 hours at 60 frames per second."""
 MAX_STORED = 1 << 15
-"""Stored tables in each of 256 folders, but for those that were used lately."""
+"""Maximum stored tables in each of 256 folders, not counting recently used ones."""
 WORTH_A_SEEK = 16
-"""Frames that seeking has to spare: it costs about as much as decoding a few."""
+"""Minimum number of frames that a seek must skip: it costs about as much as decoding a few frames."""
 UPRIGHT = -1
-"""In place of a transposition."""
+"""Value of `FrameTable.turn` for frames that are upright."""
 _EXACT = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "mpegts", "flv", "ivf")
-"""Formats with a time for every frame. Others' are extrapolated, differently after a seek."""
+"""Formats with a time for every frame. In other formats FFmpeg extrapolates times, differently after a seek."""
 _FORMAT = 2
-"""Of stored tables; another number makes them anew."""
+"""Version of the format of stored tables. Tables of other versions are not read."""
 _TURNS = {
     (-1, 0, 0, 1): Image.Transpose.FLIP_LEFT_RIGHT,
     (-1, 0, 0, -1): Image.Transpose.ROTATE_180,
@@ -65,24 +66,24 @@ _TURNS = {
     (0, -1, -1, 0): Image.Transpose.TRANSVERSE,
     (0, -1, 1, 0): Image.Transpose.ROTATE_90,
 }
-"""How to turn a frame, by the signs of its display matrix: (x, y) is shown at (a x + c y, b x + d y)."""
+"""Transposition of a frame by the signs of its display matrix: (x, y) is shown at (a x + c y, b x + d y)."""
 _LINEAR = (0, 1, 3, 4)
 """Indices of a, b, c and d in a display matrix."""
 
 
 @dataclass(frozen=True, eq=False)
 class FrameTable:
-    """All frames of a video file in the order in which they are shown.
+    """The frames of a video file in presentation order.
 
     Attributes:
         stamps: int64 [frames], presentation times in units of `unit` seconds, ascending.
-        keys: int64 [keys], numbers of the frames that decoding can start from, ascending.
-        unit: seconds.
-        exact: whether decoded frames have the times of their packets. If not, they are counted from the beginning.
+        keys: int64 [keys], numbers of the frames that decoding can start at, ascending.
+        unit: unit of `stamps` in seconds.
+        exact: whether decoded frames have the times of their packets. If not, frames are counted from the beginning.
         rate: frames per second in the header; 0 if it has none.
         stream: number of the video stream in its file.
-        width, height: of an upright frame.
-        turn: the transposition of Pillow that makes a frame upright; `UPRIGHT` if it is.
+        width, height: size of an upright frame in pixels.
+        turn: the transposition of Pillow that turns a frame upright; `UPRIGHT` if none is needed.
         pixels: FFmpeg's name of the pixel format.
     """
 
@@ -104,14 +105,16 @@ class FrameTable:
 
 
 class Limits(NamedTuple):
-    """`seconds`: for reading a video, 0: no limit. `folder`: of stored tables; None: they are not stored."""
+    """`seconds`: time limit for reading a video; 0: no limit. `folder`: folder of stored tables; None: tables are not
+    stored.
+    """
 
     seconds: float
     folder: Path | None
 
 
 def frame_table(item: Item, limits: Limits) -> FrameTable:
-    """The table of an item's file, from `limits.folder` if the file has not changed since.
+    """The table of an item's file, from `limits.folder` if it is stored there for the unchanged file.
 
     Raises:
         UserError: the file is missing, not a video, truncated or too large, or takes too long.
@@ -128,9 +131,9 @@ def frame_table(item: Item, limits: Limits) -> FrameTable:
 def read_frames(
     item: Item, table: FrameTable, wanted: Iterable[int], limits: Limits, convert: Convert[T]
 ) -> dict[int, T]:
-    """What `convert` makes of the frames of these numbers, each upright and in mode RGB; transparent parts become
-    white. One pass from the key frame before the first, past frames that a later key frame makes unnecessary; other
-    frames are decoded but not converted to RGB.
+    """Results of `convert` by frame number, for the `wanted` frames, which are upright, in mode RGB and over white. One
+    pass from the last key frame before the first wanted frame; it seeks over frames that need not be decoded, and does
+    not convert other frames to RGB.
 
     Raises:
         UserError: as `frame_table`, and where a wanted frame is damaged.
@@ -138,20 +141,20 @@ def read_frames(
     content, numbers = item.content, sorted(set(wanted))
 
     def read(late: Late) -> dict[int, T]:
-        found = dict[int, T]()
+        frames = dict[int, T]()
         with _open(content, table.stream) as (container, stream):
             for number, run in enumerate(_runs(table.keys, numbers) if table.exact else [numbers] if numbers else []):
                 start = _key_before(table.keys, run[0]) if table.exact else 0
                 if number or start:
                     container.seek(int(table.stamps[start]), stream=stream)
-                found |= _pass(content, table, start, run, _decoded(container, stream, late), convert)
-        # Some containers go to another place than was asked for.
-        if table.exact and (missing := sorted(set(numbers) - found.keys())):
+                frames |= _pass(content, table, start, run, _decoded(container, stream, late), convert)
+        # Some containers seek to another place than requested.
+        if table.exact and (missing := sorted(set(numbers) - frames.keys())):
             with _open(content, table.stream) as (container, stream):
-                found |= _pass(content, table, 0, missing, _decoded(container, stream, late), convert)
-        if missing := sorted(set(numbers) - found.keys()):
+                frames |= _pass(content, table, 0, missing, _decoded(container, stream, late), convert)
+        if missing := sorted(set(numbers) - frames.keys()):
             raise _unusable(content, f"a video whose frame {missing[0]} of {len(table.stamps)} cannot be decoded")
-        return found
+        return frames
 
     with _named(item):
         return within(content, limits.seconds, read)
@@ -159,7 +162,7 @@ def read_frames(
 
 @contextlib.contextmanager
 def _named(item: Item) -> Iterator[None]:
-    """Inside, errors name the record too."""
+    """Context manager that adds the name of the record to errors."""
     try:
         yield
     except UserError as error:
@@ -171,8 +174,8 @@ def _named(item: Item) -> Iterator[None]:
 
 @lru_cache(maxsize=64)
 def _known(version: Version, limits: Limits) -> list[FrameTable]:  # noqa: ARG001 (the key)
-    """The table of a file if it has been read, in a list to put it into: the file may be in memory, which no cache
-    should keep.
+    """A cached list for the table of a file: empty until the caller puts the table into it. The key is the version,
+    since a content may be in memory, which a cache should not hold.
     """
     return []
 
@@ -194,7 +197,7 @@ def _table(content: Content, version: Version, limits: Limits) -> FrameTable:
 
 
 def _stored(file: Path) -> FrameTable | None:
-    """The table in a file: a line of JSON, then the arrays, as differences; None if not all of it is there."""
+    """The table in a file: a line of JSON, then the arrays as compressed differences; None if it is incomplete."""
     try:
         head, _, rest = read_bytes(file).partition(b"\n")
         values = json.loads(head)
@@ -207,7 +210,7 @@ def _stored(file: Path) -> FrameTable | None:
 
 
 def _store(file: Path, table: FrameTable) -> None:
-    """Store a table, whole or not at all. A folder that cannot be written costs time only."""
+    """Store a table atomically. If the folder cannot be written, the table is computed again next time."""
     values = {name: value for name, value in vars(table).items() if not isinstance(value, np.ndarray)}
     head = json.dumps({**values, "frames": len(table.stamps), "keys": len(table.keys)})
     with contextlib.suppress(OSError):
@@ -223,16 +226,16 @@ def _store(file: Path, table: FrameTable) -> None:
 
 
 class _TooLate(Exception):
-    """The time limit has passed."""
+    """The time limit is exceeded."""
 
 
 Late = Callable[[], None]
-"""Raises `_TooLate` after the time limit."""
+"""Raises `_TooLate` if the time limit is exceeded."""
 
 
 class _Helper:
-    """A thread that works for one caller at a time. FFmpeg leaves some memory behind in each thread that it was used
-    in, so that threads are used again.
+    """A thread that works for one caller at a time. FFmpeg leaks some memory in each thread that uses it, so threads
+    are reused.
     """
 
     def __init__(self) -> None:
@@ -245,12 +248,12 @@ class _Helper:
             work, answer = self._tasks.get()
             try:
                 answer.put((work(), None))
-            except BaseException as error:  # Raised by the one who waits.
+            except BaseException as error:  # Raised by the caller.
                 answer.put((None, error))
             del work, answer
 
     def result(self, work: Callable[[], Any], seconds: float) -> Any:
-        """The result and error of `work`. Raises `Empty` after so many seconds."""
+        """Result and exception of `work`. Raises `Empty` after `seconds`."""
         answer: SimpleQueue[Any] = SimpleQueue()
         self._tasks.put((work, answer))
         return answer.get(timeout=seconds)
@@ -268,8 +271,8 @@ def _helper() -> _Helper:
 
 
 def within(content: Content, seconds: float, work: Callable[[Late], T]) -> T:
-    """The result of `work`, or a `UserError` after so many seconds (0: no limit). A decoder that never returns stays
-    behind in its thread, which ends with the process.
+    """The result of `work`. Raises `UserError` after `seconds` (0: no limit). A decoder that never returns keeps its
+    thread, which ends with the process.
     """
     if not seconds:
         return work(lambda: None)
@@ -300,7 +303,7 @@ def within(content: Content, seconds: float, work: Callable[[Late], T]) -> T:
 
 @contextlib.contextmanager
 def _problems(content: Content) -> Iterator[None]:
-    """Inside, errors are raised as `UserError`s. FFmpeg's are of most built-in kinds."""
+    """Context manager that raises exceptions as `UserError`s. FFmpeg raises many kinds of built-in exceptions."""
     try:
         yield
     except (UserError, MemoryError, _TooLate):
@@ -312,7 +315,7 @@ def _problems(content: Content) -> Iterator[None]:
             fix="install it with `pip install av`, or this package with its extra `video`",
         ) from error
     except Exception as error:
-        # FFmpeg's own errors have numbers below those of the system.
+        # FFmpeg's errors have numbers below those of the system.
         missing, denied = (errno.ENOENT, errno.ENAMETOOLONG, errno.EISDIR), isinstance(error, PermissionError)
         if isinstance(error, OSError) and (denied or error.errno in missing):
             fix = "check the permissions" if denied else "correct the record's 'video', or `images` in data.registry"
@@ -335,30 +338,30 @@ def _unusable(content: Content, found: str) -> UserError:
 
 @contextlib.contextmanager
 def _open(content: Content, stream: int | None = None, **options: str) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """A file and its video stream. Inside, errors are raised as `UserError`s."""
+    """Open a file and its video stream, with exceptions raised as `UserError`s."""
     with _problems(content):
         import av
         from av.stream import Disposition
 
         closed = {"format_whitelist": FORMATS, "protocol_whitelist": "none", **options}
-        # Tags that are no UTF-8; PyAV 19 and later read them without being told to.
+        # Accept tags that are not UTF-8, as PyAV 19 and later always do.
         lenient: Any = {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
         with (
             content.open() as file,
             av.open(file, "r", container_options=closed, **lenient) as opened,
         ):
-            found = opened.streams.video
-            shown = [s for s in found if not s.disposition & Disposition.attached_pic]
+            streams = opened.streams.video
+            shown = [s for s in streams if not s.disposition & Disposition.attached_pic]
             chosen = [s for s in shown if s.index == stream] if stream is not None else shown
             if not chosen:
-                raise _unusable(content, "a file with a cover picture alone" if found else "a file without a video")
-            # One thread each: files are read by several workers.
+                raise _unusable(content, "a file with a cover picture alone" if streams else "a file without a video")
+            # One thread: several workers read files at once.
             chosen[0].codec_context.thread_count = 1
             yield opened, chosen[0]
 
 
 def _read_table(content: Content, late: Late) -> FrameTable:
-    """Read all packets of a file and decode its first frame."""
+    """Compute the table from all packets of a file and its first decoded frame."""
     with _open(content) as (container, stream):
         if stream.codec_context.width * stream.codec_context.height > MAX_PIXELS:
             raise _unusable(content, f"frames of {stream.codec_context.width} x {stream.codec_context.height} pixels")
@@ -395,12 +398,12 @@ def _read_table(content: Content, late: Late) -> FrameTable:
 
 
 def _is_hidden(stream: VideoStream, packet: Packet[Any]) -> bool:
-    """Whether a packet is of a frame that is only referred to, which VP8 has (RFC 6386, section 9.1)."""
+    """Whether a packet is of a VP8 frame that is referenced but not shown (RFC 6386, section 9.1)."""
     return stream.codec_context.name == "vp8" and not bytes(packet)[0] & 0x10
 
 
 def _check_whole(content: Content, container: InputContainer, stream: VideoStream, packets: int, end: float) -> None:
-    """Check that packets are as many, and last as long, as the header says."""
+    """Check that number and duration of packets are those in the header. Raises `UserError`."""
     if "mp4" in container.format.name:
         if _is_cut(content):
             raise _unusable(content, "a truncated file: its last part is not complete")
@@ -413,19 +416,19 @@ def _check_whole(content: Content, container: InputContainer, stream: VideoStrea
 
 
 def _all_packets(content: Content, stream: int) -> int:
-    """The packets of an MP4 file, those included that its edit list leaves out."""
+    """Number of packets of an MP4 file, including those that its edit list leaves out."""
     with _open(content, stream, ignore_editlist="1") as (container, chosen):
         return sum(1 for packet in container.demux(chosen) if packet.size)
 
 
 def _is_cut(content: Content) -> bool:
-    """Whether an MP4 file ends before its last box (ISO/IEC 14496-12, section 4.2), by the sizes of all."""
+    """Whether an MP4 file ends within its last box (ISO/IEC 14496-12, section 4.2), by the sizes of all boxes."""
     end = 0
     with content.open() as file:
         while len(head := file.read(16)) >= 8:
             size = int.from_bytes(head[:4])
             size = int.from_bytes(head[8:16]) if size == 1 else size
-            if size < 8:  # To the end of the file.
+            if size < 8:  # The box extends to the end of the file.
                 return False
             end += size
             file.seek(end)
@@ -433,14 +436,14 @@ def _is_cut(content: Content) -> bool:
 
 
 def _decoded(container: InputContainer, stream: VideoStream, late: Late) -> Iterator[VideoFrame]:
-    """All frames from where the file is, in the order in which they are shown."""
+    """Yield the frames from the current position of the file, in presentation order."""
     for packet in container.demux(stream):
         late()
         yield from packet.decode()  # type: ignore[misc]
 
 
 def _runs(keys: np.ndarray, wanted: Sequence[int]) -> list[list[int]]:
-    """Frames that one pass reads: no key frame between two of them makes many frames unnecessary."""
+    """Split wanted frames into runs that are decoded without a seek: between them no key frame is worth a seek."""
     runs: list[list[int]] = []
     for number in wanted:
         if runs and _key_before(keys, number) <= runs[-1][-1] + WORTH_A_SEEK:
@@ -451,7 +454,7 @@ def _runs(keys: np.ndarray, wanted: Sequence[int]) -> list[list[int]]:
 
 
 def _key_before(keys: np.ndarray, number: int) -> int:
-    """The last frame up to `number` that decoding can start from."""
+    """The last frame up to `number` that decoding can start at."""
     place = int(np.searchsorted(keys, number, side="right"))
     return int(keys[place - 1]) if place else 0
 
@@ -464,8 +467,8 @@ def _pass(
     frames: Iterator[VideoFrame],
     convert: Convert[T],
 ) -> dict[int, T]:
-    """The wanted frames among `frames`, which begin with number `start` or before it."""
-    found, chosen, last = dict[int, T](), frozenset(run), run[-1]
+    """Results of `convert` for the frames of a run among `frames`, which begin at number `start` or before it."""
+    result, chosen, last = dict[int, T](), frozenset(run), run[-1]
     for count, frame in enumerate(frames, start):
         number = int(np.searchsorted(table.stamps, frame.pts or 0)) if table.exact else count
         if table.exact and (number == len(table.stamps) or table.stamps[number] != frame.pts):
@@ -476,14 +479,14 @@ def _pass(
             picture = _picture(frame, table.turn)
             if picture.size != (table.width, table.height):
                 raise _unusable(content, f"frames of several sizes ({picture.size} at frame {number})")
-            found[number] = convert(picture)
+            result[number] = convert(picture)
         if number >= last:
             break
-    return found
+    return result
 
 
 def _turn(frame: VideoFrame) -> int:
-    """The transposition that makes a frame upright, by its display matrix."""
+    """The transposition that turns a frame upright, by its display matrix."""
     side_data: Any = frame.side_data
     if (data := side_data.get("DISPLAYMATRIX")) is None:
         return UPRIGHT
@@ -494,8 +497,7 @@ def _turn(frame: VideoFrame) -> int:
 def _picture(frame: VideoFrame, turn: int) -> Image.Image:
     """A frame as upright RGB, over white where it is transparent."""
     if any(component.is_alpha for component in frame.format.components):
-        rgba = Image.fromarray(frame.to_ndarray(format="rgba"))
-        picture = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
+        picture = over_white(Image.fromarray(frame.to_ndarray(format="rgba")))
     else:
         picture = Image.fromarray(frame.to_ndarray(format="rgb24"))
     return picture if turn == UPRIGHT else picture.transpose(Image.Transpose(turn))

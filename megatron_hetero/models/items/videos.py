@@ -1,5 +1,5 @@
 """Videos as an item type. To an encoder a video is a list of pictures: each *frame pair* is a piece, which is decoded,
-assigned to a replica and encoded by itself. It has two frames where a picture has one twice.
+assigned to a replica and encoded separately. It has two frames where a picture has one frame twice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_hetero.config.fields import unused
 from megatron_hetero.config.sections import VideoConfig
 from megatron_hetero.models.items.image_files import load_picture, picture_size
 from megatron_hetero.models.items.pictures import ImageSize, fitted, pixels_of, read_settings, require_patches, square
-from megatron_hetero.models.items.types import Block, Header, Item, ItemTokens, ItemType, Modality, Piece
+from megatron_hetero.models.items.types import Header, Item, ItemTokens, ItemType, Modality, Piece, RowBlock
 from megatron_hetero.models.items.video_files import Convert, Late, Limits, frame_table, read_frames, within
 from megatron_hetero.models.items.video_sampling import (
     ANY_NUMBER,
@@ -40,8 +40,8 @@ ASSUMED_RATE = 24.0
 
 
 class VideoSize(NamedTuple):
-    """Frame pairs of a video, rows and columns of patches of each, when its frames are shown in seconds, and seconds
-    from one pair to the next; None without a constant rate.
+    """Number of frame pairs of a video; rows and columns of patches of each; times of its frames in seconds; and
+    seconds from one pair to the next, None without a constant rate.
     """
 
     pairs: int
@@ -52,13 +52,13 @@ class VideoSize(NamedTuple):
 
 
 class Shot(NamedTuple):
-    """The sampled frames of an item: their numbers in the file or the list, the last one repeated to make pairs, and
-    the size in which the encoder takes them. `own`: width and height of the file's frames.
+    """The sampled frames of an item: their numbers in the file or the list, with the last one repeated to complete a
+    pair, and the size in which the encoder takes them. `file_size`: width and height of the frames in the file.
     """
 
     numbers: np.ndarray
     size: VideoSize
-    own: tuple[int, int]
+    file_size: tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,9 +68,9 @@ class VideoReader:
     Attributes:
         token_id: the token that stands for one merged patch.
         sampling: which frames are taken, and in which size.
-        limits: of reading.
-        mean, std: of a colour in units of 255, by channel.
-        patch, merge, temporal: pixels of a patch's side, patches of a unit's side, frames of a patch.
+        limits: limits of reading files.
+        mean, std: mean and standard deviation of each channel, for levels from 0 to 255.
+        patch, merge, temporal: side of a patch in pixels, side of a unit in patches, frames of a patch.
         timestamps: whether pairs are shown one by one after a text with their time (Qwen3-VL), or all together
             with times as positions (Qwen2.5-VL).
         rate: positions per second.
@@ -90,7 +90,7 @@ class VideoReader:
     text_after: str
 
     def header(self, item: Item) -> Header:
-        """Width and height of an upright frame. Reads a file's packets, once, and decodes its first frame."""
+        """Width and height of an upright frame. Reads all packets of a file once, and decodes its first frame."""
         if item.frames:
             return within(item.content, self.limits.seconds, lambda _: picture_size(item.content, item.where))
         table = frame_table(item, self.limits)
@@ -101,10 +101,10 @@ class VideoReader:
         return self._shot(item).size
 
     def pieces(self, size: VideoSize) -> tuple[ImageSize, ...]:
-        """The frame pairs."""
+        """The sizes of the frame pairs."""
         return (ImageSize(1, size.rows, size.columns),) * size.pairs
 
-    def blocks(self, size: VideoSize) -> Sequence[Block]:
+    def blocks(self, size: VideoSize) -> Sequence[RowBlock]:
         """The blocks of a video in the text: one for each pair with timestamps, else one for all."""
         rows, columns = size.rows // self.merge, size.columns // self.merge
         if not self.timestamps:
@@ -112,10 +112,10 @@ class VideoReader:
         pair = np.indices((1, rows, columns)).reshape(3, -1)
         times = np.array(size.times).reshape(size.pairs, self.temporal)
         texts = [f"<{(first + last) / 2:.1f} seconds>" for first, last in times[:, [0, -1]].tolist()]
-        return [Block(pair, before=f"{text}<|vision_start|>", after="<|vision_end|>") for text in texts]
+        return [RowBlock(pair, before=f"{text}<|vision_start|>", after="<|vision_end|>") for text in texts]
 
-    def _block(self, size: VideoSize, rows: int, columns: int) -> Block:
-        """All pairs in one block. Times are cut to whole positions after multiplication, in fp32 as in
+    def _block(self, size: VideoSize, rows: int, columns: int) -> RowBlock:
+        """All pairs in one block. Times are multiplied in fp32 and then truncated to whole positions, as in
         `transformers`.
         """
         if size.step is None:
@@ -126,23 +126,23 @@ class VideoReader:
             times = (np.arange(size.pairs, dtype=np.float32) * interval).astype(np.int64)
         places = np.indices((size.pairs, rows, columns)).reshape(3, -1)
         places[0] = times[places[0]]
-        return Block(places, length=max(rows, columns) if self.text_after == "transformers" else None)
+        return RowBlock(places, length=max(rows, columns) if self.text_after == "transformers" else None)
 
     def describe(self, item: Item, size: VideoSize) -> str:
-        """The video's own size, length and pixel format, the frames taken, their size, and the grid of patches."""
+        """The video's size, length and pixel format, the frames taken, their size, and the grid of patches."""
         shot = self._shot(item)
-        (width, height), taken = shot.own, len(np.unique(shot.numbers))
+        (width, height), taken = shot.file_size, len(np.unique(shot.numbers))
         grid, span = (size.pairs, size.rows, size.columns), f"{size.times[0]:.1f} to {size.times[-1]:.1f} s"
         if item.frames:
-            own = f"{len(item.frames)} pictures"
+            source = f"{len(item.frames)} pictures"
         else:
             table = frame_table(item, self.limits)
-            own = f"{len(table.stamps)} frames in {table.times[-1]:.1f} s, {table.pixels}"
+            source = f"{len(table.stamps)} frames in {table.times[-1]:.1f} s, {table.pixels}"
         resized = f"{size.columns * self.patch}×{size.rows * self.patch} px"
-        return f"{width}×{height} px, {own} → {taken} frames at {span}, {resized}, grid {grid} (t, h, w)"
+        return f"{width}×{height} px, {source} → {taken} frames at {span}, {resized}, grid {grid} (t, h, w)"
 
     def patches(self, item: Item, pieces: Sequence[Piece]) -> np.ndarray:
-        """Decodes the frames of some pairs.
+        """Decode the frames of some pairs.
 
         Returns:
             float32 [patches, channels · temporal · patch²], normalised; merged groups are adjacent.
@@ -168,26 +168,26 @@ class VideoReader:
         """The sampled frames with their times in seconds, as the encoder takes them."""
         shot = self._shot(item)
         side = self._side(shot)
-        found = self._read(item, shot, set(shot.numbers.tolist()), lambda picture: fitted(picture, side))
-        return [(time, found[n]) for time, n in zip(shot.size.times, shot.numbers.tolist(), strict=True)]
+        frames = self._read(item, shot, set(shot.numbers.tolist()), lambda picture: fitted(picture, side))
+        return [(time, frames[n]) for time, n in zip(shot.size.times, shot.numbers.tolist(), strict=True)]
 
     def _side(self, shot: Shot) -> tuple[int, int]:
         """Width and height of a frame as the encoder takes it."""
         return shot.size.columns * self.patch, shot.size.rows * self.patch
 
     def _shot(self, item: Item) -> Shot:
-        """The frames of an item that the encoder takes."""
+        """Sample the frames of an item. Raises `UserError`."""
         given = dict(item.given)
         if item.frames:
-            times, rate, own = self._listed(item, given)
+            times, rate, file_size = self._listed(item, given)
         else:
             table = frame_table(item, self.limits)
-            times, own = table.times, (table.width, table.height)
+            times, file_size = table.times, (table.width, table.height)
             rate = table.rate if is_constant(times, table.rate) else mean_rate(times)
         first, stop = _segment(item, times, given)
         if not (constant := is_constant(times, rate)):
             rate = mean_rate(times[first:stop])
-        # The rate of a list of frames is the list's own.
+        # The rate of a list of frames is given with the list.
         sampling = self.sampling.given({**given, "fps": None} if item.frames else given)
         numbers = sampling.frames(stop - first, rate)
         count = len(numbers)
@@ -196,11 +196,13 @@ class VideoReader:
         shown = times[0] + numbers / rate if constant else times[numbers]
         try:
             unit = self.patch * self.merge
-            height, width = given_size(given, unit) or sampling.size(max(count, self.temporal), own[1], own[0])
+            height, width = given_size(given, unit) or sampling.size(
+                max(count, self.temporal), file_size[1], file_size[0]
+            )
         except (ValueError, ZeroDivisionError) as error:
             raise UserError.at(
                 f"{item.where}: video {item.content}",
-                found=f"frames of {own[0]} x {own[1]} pixels ({error})",
+                found=f"frames of {file_size[0]} x {file_size[1]} pixels ({error})",
                 expected="sides that differ by a factor below 200",
                 fix="crop the video, or remove the record",
             ) from error
@@ -208,14 +210,14 @@ class VideoReader:
         size = VideoSize(
             len(numbers) // self.temporal, height // self.patch, width // self.patch, tuple(shown.tolist()), step
         )
-        return Shot(numbers, size, own)
+        return Shot(numbers, size, file_size)
 
     def _listed(self, item: Item, given: Mapping[str, Any]) -> tuple[np.ndarray, float, tuple[int, int]]:
         """Times, rate and size of a list of pictures."""
-        count, own = len(item.frames), item.header or self.header(item)
+        count, file_size = len(item.frames), item.header or self.header(item)
         if "times" in given:
             times = np.array(given["times"], np.float64)
-            return times, mean_rate(times) if count > 1 else ASSUMED_RATE, own
+            return times, mean_rate(times) if count > 1 else ASSUMED_RATE, file_size
         if "fps" not in given and self.timestamps:
             raise UserError.at(
                 f"{item.where}: field 'video'",
@@ -224,64 +226,66 @@ class VideoReader:
                 fix="add 'fps' (the frames per second of the list) or 'times' (seconds, one for each) to the record",
             )
         rate = float(given.get("fps", ASSUMED_RATE))
-        return np.arange(count) / rate, rate, own
+        return np.arange(count) / rate, rate, file_size
 
     def _read(self, item: Item, shot: Shot, numbers: Iterable[int], convert: Convert[T]) -> dict[int, T]:
         if not item.frames:
             return read_frames(item, frame_table(item, self.limits), numbers, self.limits, convert)
 
         def load(late: Late) -> dict[int, T]:
-            found = {}
+            frames = {}
             for number in sorted(numbers):
                 late()
                 picture = load_picture(item.frames[number], item.where)
-                if picture.size != shot.own:
+                if picture.size != shot.file_size:
                     raise UserError.at(
                         f"{item.where}: image {item.frames[number]}",
                         found=f"a frame of {picture.size[0]} x {picture.size[1]} pixels",
-                        expected=f"{shot.own[0]} x {shot.own[1]}, as the first of its video",
+                        expected=f"{shot.file_size[0]} x {shot.file_size[1]}, as the first of its video",
                         fix="give the frames of a video one size",
                     )
-                found[number] = convert(picture)
-            return found
+                frames[number] = convert(picture)
+            return frames
 
         return within(item.content, self.limits.seconds, load)
 
     @cached_property
     def _values(self) -> np.ndarray:
-        """The value of each level of a colour, by channel, float32 [channels, 256]."""
+        """Normalised value of each level from 0 to 255, by channel, float32 [channels, 256]."""
         levels = np.arange(256, dtype=np.float32)
         mean, std = (np.array(each, np.float32)[:, None] for each in (self.mean, self.std))
         return (levels - mean) / std
 
     def _patches(self, pair: np.ndarray) -> np.ndarray:
-        """A pair, uint8 [frames, height, width, channels], as patches in unit order."""
+        """Cut a pair, uint8 [frames, height, width, channels], into normalised patches in unit order, float32 [patches,
+        elements].
+        """
         frames, height, width, channels = pair.shape
         rows, columns = height // self.patch // self.merge, width // self.patch // self.merge
         cut = pair.reshape(frames, rows, self.merge, self.patch, columns, self.merge, self.patch, channels)
-        # Rows and columns of units, of patches in them; channels, frames, rows and columns of pixels.
+        # Rows and columns of units, then of patches in units; then channels, frames, rows and columns of pixels.
         patches = cut.transpose(1, 4, 2, 5, 7, 0, 3, 6)
         values = self._values[np.arange(channels)[:, None, None, None], patches]
         return values.reshape(rows * columns * self.merge**2, -1)
 
 
 def _segment(item: Item, times: np.ndarray, given: Mapping[str, Any]) -> tuple[int, int]:
-    """The frames from `video_start` to `video_end`, as the first and the one behind the last."""
+    """The range of frames from `video_start` to `video_end`: first, and one after the last. Raises `UserError`."""
     start, end = given.get("video_start", 0.0), given.get("video_end", times[-1])
     first, stop = np.searchsorted(times, [start, end + 1e-9], side="left")
     if first >= stop:
         raise UserError.at(
             f"{item.where}: fields 'video_start' and 'video_end'",
             found=f"{start:g} to {end:g} s",
-            expected=f"a part of the {times[-1]:.2f} s of {item.content}",
+            expected=f"a segment of the {times[-1]:.2f} s of {item.content}",
             fix="correct the times, which are seconds from the start of the video",
         )
     return int(first), int(stop)
 
 
 class ProcessorDefaults(NamedTuple):
-    """What a video processor of `transformers` does without settings. `fps`: None for all frames; `low` and `high`:
-    areas; `cap`: tokens of `cap_pixels_per_frame`; `mean` and `std`: by channel.
+    """Default settings of a video processor of `transformers`. `fps`: None for all frames. `low`, `high`: minimum and
+    maximum area. `cap`: maximum tokens with `cap_pixels_per_frame`. `mean`, `std`: by channel.
     """
 
     fps: float | None
@@ -308,73 +312,73 @@ class Videos(ItemType):
 
     def open(self, folder: Path, config: Any, section: Any, setting: str, token_id: int) -> VideoReader:
         """A reader with the settings of the folder's video processor, or of its image processor."""
-        asked, vision = getattr(section, "video", None) or VideoConfig(), config.vision_config
-        if asked.marks != "video" and not self.timestamps:
-            raise unused("data.video.marks", asked.marks, "only Qwen3-VL marks pairs of frames", "remove it")
+        wanted, vision = getattr(section, "video", None) or VideoConfig(), config.vision_config
+        if wanted.marks != "video" and not self.timestamps:
+            raise unused("data.video.marks", wanted.marks, "only Qwen3-VL marks pairs of frames", "remove it")
         settings = read_settings(folder, self.settings)
-        settings |= {"do_sample_frames": True} if asked.fps is not None else {}
+        settings |= {"do_sample_frames": True} if wanted.fps is not None else {}
         require_patches(folder / self.settings[1], settings, vision)
         return VideoReader(
             token_id,
-            self._sampling(settings, asked, vision.patch_size * vision.spatial_merge_size),
-            Limits(asked.timeout_s, asked.index_folder),
+            self._sampling(settings, wanted, vision.patch_size * vision.spatial_merge_size),
+            Limits(wanted.timeout_s, wanted.index_folder),
             *self._colours(settings),
             patch=vision.patch_size,
             merge=vision.spatial_merge_size,
             temporal=vision.temporal_patch_size,
             timestamps=self.timestamps,
             rate=float(getattr(vision, "tokens_per_second", 1)),
-            text_after=asked.text_after,
+            text_after=wanted.text_after,
         )
 
-    def chat_part(self, section: Any, token: str) -> dict[str, str]:
-        """See the base class. As text, a video gets no marks from the chat template."""
+    def chat_entry(self, section: Any, token: str) -> dict[str, str]:
+        """See the base class. As an entry of text, a video gets no marks from the chat template."""
         is_text = (getattr(section, "video", None) or VideoConfig()).marks == "pairs"
-        return {"type": "text", "text": token} if is_text else super().chat_part(section, token)
+        return {"type": "text", "text": token} if is_text else super().chat_entry(section, token)
 
-    def _sampling(self, settings: Mapping[str, Any], asked: VideoConfig, unit: int) -> Sampling:
-        """The rules with the user's numbers, then the folder's, then those of the processor."""
+    def _sampling(self, settings: Mapping[str, Any], wanted: VideoConfig, unit: int) -> Sampling:
+        """The rules with the user's settings, else the folder's, else the defaults of the processor."""
         default, (low, high) = self.defaults, self._areas(settings)
         samples = settings.get("do_sample_frames", default.fps is not None)
-        fps = asked.fps or (settings.get("fps") or default.fps if samples else None)
-        own = (settings.get("min_frames") or default.min_frames, settings.get("max_frames") or default.max_frames)
-        if asked.rules == "authors":
-            fps, own = asked.fps or AUTHORS.fps, AUTHORS[1:]
+        fps = wanted.fps or (settings.get("fps") or default.fps if samples else None)
+        frames = (settings.get("min_frames") or default.min_frames, settings.get("max_frames") or default.max_frames)
+        if wanted.rules == "authors":
+            fps, frames = wanted.fps or AUTHORS.fps, AUTHORS[1:]
         return Sampling(
-            rules=asked.rules,
+            rules=wanted.rules,
             bounded=self.bounded,
             fps=fps,
-            min_frames=asked.min_frames or (own[0] if fps else 1),
-            max_frames=asked.max_frames or (own[1] if fps else ANY_NUMBER),
+            min_frames=wanted.min_frames or (frames[0] if fps else 1),
+            max_frames=wanted.max_frames or (frames[1] if fps else ANY_NUMBER),
             low=low,
             high=high,
             cap=(settings.get("max_video_tokens") or default.cap) if settings.get("cap_pixels_per_frame") else None,
-            frame_pixels=asked.frame_pixels,
-            total_pixels=asked.total_pixels,
+            frame_pixels=wanted.frame_pixels,
+            total_pixels=wanted.total_pixels,
             unit=unit,
         )
 
     def _areas(self, settings: Mapping[str, Any]) -> tuple[int, int]:
-        """The smallest and the largest area."""
+        """Minimum and maximum area."""
         size = settings.get("size") or {}
         low = settings.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or self.defaults.low
         high = settings.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or self.defaults.high
         return low, high
 
     def _colours(self, settings: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and standard deviation of each channel in levels of a colour."""
+        """Mean and standard deviation of each channel, for levels from 0 to 255."""
         mean, std = settings.get("image_mean") or self.defaults.mean, settings.get("image_std") or self.defaults.std
         scale = settings.get("rescale_factor") or 1 / 255
         return tuple(float(x) / scale for x in mean), tuple(float(x) / scale for x in std)
 
     def exported(self, folder: Path, section: Mapping[str, Any]) -> dict[str, Any]:
-        """The video processor's settings with the run's numbers, as far as `transformers` has them."""
-        asked = section.get("video") or {}
-        chosen = {name: asked[name] for name in AUTHORS._fields if asked.get(name) is not None}
-        if asked.get("rules") == "authors":
+        """The video processor's settings with those of the run that `transformers` knows."""
+        wanted = section.get("video") or {}
+        chosen = {name: wanted[name] for name in AUTHORS._fields if wanted.get(name) is not None}
+        if wanted.get("rules") == "authors":
             chosen = AUTHORS._asdict() | chosen | {"cap_pixels_per_frame": True}
-        pixels = asked.get("frame_pixels" if self.bounded == "frame" else "total_pixels")
-        # Without a file of their own, videos would follow the limits of pictures.
+        pixels = wanted.get("frame_pixels" if self.bounded == "frame" else "total_pixels")
+        # Without a separate file, the limits of pictures would apply to videos.
         if not chosen and pixels is None and not (section.get("min_pixels") or section.get("max_pixels")):
             return {}
         settings = read_settings(folder, self.settings) | chosen
@@ -387,18 +391,18 @@ class Videos(ItemType):
         return settings
 
     def assumed(self, shape: Any, plan: EstimateConfig) -> ImageSize:
-        """A square pair of whole units."""
+        """The size of a square pair in whole units."""
         return square(plan.frame_side, shape)
 
     def assumed_pieces(self, plan: EstimateConfig) -> int:
-        """The frame pairs of all videos of a sample."""
+        """Number of frame pairs of all videos in a sample."""
         return plan.videos * -(-plan.frames // 2)
 
     def assumed_items(self, plan: EstimateConfig) -> tuple[str, str]:
-        """The videos of a sample in words, and the settings."""
+        """The videos of a sample in words, and the names of the settings."""
         what = f"{plan.videos} video{'s' * (plan.videos != 1)}, {self.assumed_pieces(plan):,} frame pairs"
         return what, "plan.videos, plan.frames, plan.frame_side"
 
     def measures(self, shape: Any, size: ImageSize) -> str:
-        """Width and height in pixels."""
+        """Width and height in pixels, as text."""
         return pixels_of(shape, size)

@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 
 from megatron_hetero.models.family import Family
-from megatron_hetero.models.items.types import Block
+from megatron_hetero.models.items.types import RowBlock
 from tests.support.toy_family.shapes import EarShape, TextShape, ear_shape, text_shape
 from tests.support.toy_family.tones import Tones
 
@@ -50,7 +50,7 @@ class Toy(Family):
     def text_shape(self, config: Any) -> TextShape:
         return text_shape(config)
 
-    def positions(self, tokens: int, starts: np.ndarray, blocks: Sequence[Block], /) -> np.ndarray:
+    def positions(self, tokens: int, starts: np.ndarray, blocks: Sequence[RowBlock], /) -> np.ndarray:
         return np.arange(tokens)[None]
 
 

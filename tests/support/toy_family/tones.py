@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_hetero.base.errors import UserError, reason
-from megatron_hetero.models.items.types import Block, Header, Item, ItemTokens, ItemType, Modality, Piece
+from megatron_hetero.models.items.types import Header, Item, ItemTokens, ItemType, Modality, Piece, RowBlock
 
 
 class Tone(NamedTuple):
@@ -48,9 +48,9 @@ class ToneReader:
     def pieces(self, size: Tone) -> tuple[Tone, ...]:
         return (size,)
 
-    def blocks(self, size: Tone) -> Sequence[Block]:
+    def blocks(self, size: Tone) -> Sequence[RowBlock]:
         rows = size.patches // self.unit
-        return (Block(np.stack([np.arange(rows), *np.zeros((2, rows), np.int64)])),)
+        return (RowBlock(np.stack([np.arange(rows), *np.zeros((2, rows), np.int64)])),)
 
     def patches(self, item: Item, pieces: Sequence[Piece]) -> np.ndarray:
         [(_, size)] = pieces

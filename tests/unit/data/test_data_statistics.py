@@ -1,9 +1,8 @@
-"""Statistics of data sets: figures, the table and messages."""
+"""Statistics of data sets: figures and messages."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,10 +13,8 @@ from PIL import Image
 
 from megatron_hetero.cli import data_statistics as statistics
 from megatron_hetero.cli import inspect_data as inspect
-from megatron_hetero.config.schema import Config, load_config
-from megatron_hetero.data.processor import Processor, open_processor
+from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Record
-from tests.support.items import IMAGE
 
 ANSWERS = ("A disc.", "", "", "It is red. " * 30)
 
@@ -48,20 +45,9 @@ def config_file(model_folder: Path, tmp_path: Path) -> Path:
     return file
 
 
-@pytest.fixture
-def config(config_file: Path) -> Config:
-    return load_config(["--config", str(config_file)])
-
-
 def _printed(config_file: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     assert inspect.main(["--config", str(config_file), *flags]) == 0
     return capsys.readouterr().out
-
-
-def _rows(output: str) -> dict[str, list[str]]:
-    """Cells by data set."""
-    rows = [re.split(r" {2,}", line.strip()) for line in output.splitlines()]
-    return {row[0]: row[1:] for row in rows if row[0] in ("shapes", "held")}
 
 
 @pytest.fixture
@@ -74,45 +60,39 @@ def lengths(processor: Processor, make_record: Callable[..., Record], tmp_path: 
     return [(len(sample), int(sample.supervised.sum())) for sample in map(processor.tokenize, records)]
 
 
-def test_figures_of_good_bad_unreadable_and_long_records(config: Config, lengths: list[tuple[int, int]]) -> None:
-    shapes, held = statistics.measured(config, open_processor(config), 0)
-    assert (len(shapes.data), shapes.data.bad, shapes.unreadable) == (4, 1, 1)
-    assert shapes.tokens.tolist() == [lengths[0][0], lengths[1][0]]
-    assert shapes.supervised == lengths[0][1] + lengths[1][1]
-    assert shapes.problem.startswith(str(config.data.registry["shapes"].annotations) + ":3: image")
-    assert shapes.items[IMAGE].tokens == 20 and shapes.items[IMAGE].headers.tolist() == [[280, 56]]
-    assert held.items[IMAGE].tokens == 20 + 16 and held.items[IMAGE].headers.tolist() == [[280, 56], [112, 112]]
-
-
-def test_a_table_with_a_row_for_each_data_set(
+def test_lines_of_each_data_set(
     config_file: Path, lengths: list[tuple[int, int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output = _printed(config_file, capsys, "--statistics")
+    lines = _printed(config_file, capsys, "--statistics").splitlines()
     (short, supervised), (long, more) = lengths
     assert short < 100 < long
-    assert _rows(output)["shapes"] == [
-        *("4", "1 (25.0 %)", "3", "1 (33.3 %)"),
-        *(f"{(short + long) / 2:.1f}", f"{short}", f"{long}", f"{long}"),
-        *(f"{100 * (supervised + more) / (short + long):.1f} %", "50.0 %"),
-        *("image", "0.50", f"{2000 / (short + long):.1f} %", "280×56", "280×56"),
+    total = short + long
+    assert lines[:5] == [
+        "shapes: 4 records, 1 (25.0 %) bad",
+        "  2 samples tokenized, 1 (50.0 %) longer than 100 tokens",
+        f"  tokens per sample: mean {total / 2:.1f}, median {short}, 95 % {long}, maximum {long}; "
+        f"{supervised + more} ({100 * (supervised + more) / total:.1f} %) supervised",
+        f"  image: 0.50 per sample, 20 ({2000 / total:.1f} %) tokens",
+        "  tokens per image: mean 20.0, median 20, 95 % 20, maximum 20",
     ]
-    held = _rows(output)["held"]
-    assert held[:4] == ["1", "0", "1", "0"] and held[9:12] == ["0", "image", "2.00"]
-    assert held[13:] == ["112×112", "280×56"]
+    held = lines[lines.index("held: 1 records, 0 (0.0 %) bad") :]
+    assert held[1] == "  1 samples tokenized, 0 (0.0 %) longer than 100 tokens"
+    assert held[4] == "  tokens per image: mean 18.0, median 16, 95 % 20, maximum 20"
 
 
-def test_messages_below_the_table(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = _printed(config_file, capsys, "--statistics")
-    below = output[output.index("1 bad record") :].splitlines()
-    assert below[0] == "1 bad record of shapes:" and "shapes.jsonl:2: found broken JSON" in below[1]
-    assert below[2] == "1 unreadable sample of shapes:" and "shapes.jsonl:3: image" in below[3]
-    assert below[4:] == ["8 samples per epoch from shapes%150 (3 records), shapes (3 records)"]
+    messages = output[output.index("1 bad record") :].splitlines()
+    assert messages[0] == "1 bad record of shapes:" and "shapes.jsonl:2: found broken JSON" in messages[1]
+    assert messages[2] == "1 unreadable sample of shapes:" and "shapes.jsonl:3: image" in messages[3]
+    assert output.splitlines()[-1] == "8 samples per epoch from shapes%150 (3 records), shapes (3 records)"
     assert "⟦" not in output and "\x1b" not in output
 
 
 def test_samples_are_evenly_spaced_good_records(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # Of records 1, 3 and 4.
-    assert _rows(_printed(config_file, capsys, "--statistics", "2"))["shapes"][2:4] == ["2", "1 (50.0 %)"]
+    output = _printed(config_file, capsys, "--statistics", "2")
+    assert "  1 samples tokenized" in output and "1 unreadable sample of shapes:" in output
     assert statistics.spread(np.arange(10), 4).tolist() == [0, 2, 5, 7]
     assert statistics.spread(np.arange(3), 4).tolist() == statistics.spread(np.arange(3), 0).tolist() == [0, 1, 2]
 
@@ -123,24 +103,15 @@ def test_data_sets_without_good_records_or_items(config_file: Path, capsys: pyte
         json.dumps({"conversations": [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Hi."}]})
     )
     output = _printed(config_file, capsys, "--statistics")
-    assert _rows(output)["shapes"] == ["5", "5 (100.0 %)", "0", "0"]
-    assert len(_rows(output)["held"]) == 10 and "items" not in output
-    assert "5 bad records of shapes" in output
+    assert "shapes: 5 records, 5 (100.0 %) bad\n5 bad records of shapes, the first 3:\n" in output
+    assert "  1 samples tokenized" in output and "image" not in output
 
 
-def test_samples_are_printed_too_if_asked_for(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_are_printed_too_if_requested(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = (config_file.parent / "shapes.jsonl").read_text().splitlines()
     (config_file.parent / "shapes.jsonl").write_text(lines[0])
     assert "⟦A disc." not in _printed(config_file, capsys, "--statistics")
     output = _printed(config_file, capsys, "--statistics", "-n", "1")
-    assert output.count("⟦A disc.") == 1 and output.index("largest") < output.index("⟦A disc.")
+    assert output.count("⟦A disc.") == 1 and output.index("tokens per image") < output.index("⟦A disc.")
     sheets = _printed(config_file, capsys, "--statistics", "--sheets", str(config_file.parent / "sheets"))
     assert sheets.count("⟦A disc.") == 5
-
-
-@pytest.mark.parametrize("width", ["40", "200"])
-def test_figures_are_never_cut(
-    config_file: Path, width: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", width)
-    assert len(_rows(_printed(config_file, capsys, "--statistics"))["shapes"]) == 15

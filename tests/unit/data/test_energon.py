@@ -1,4 +1,4 @@
-"""Folders of Energon: the same records by index and by scan, a mapping by `dataset.yaml`, and no trust in either."""
+"""Folders of Energon: their splits, a mapping by `dataset.yaml`, and no trust in either."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import glob
 import json
 import os
 import shutil
-import sqlite3
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,13 +20,10 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.fields import Pattern
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.records import Dataset, Reading
-from megatron_hetero.data.sources import energon, patterns
+from megatron_hetero.data.sources import patterns
 from megatron_hetero.data.sources.energon import EnergonTars, Shard, open_energon
-from megatron_hetero.data.sources.formats import Columns
-from megatron_hetero.data.sources.tars import TarFiles
 from megatron_hetero.data.validation import item_fields
-from tests.support.energon import SHARDS, SPLIT, prepare
-from tests.support.formats import pack
+from tests.support.energon import SPLIT, prepare
 
 
 def opened(folder: Path | str, **entry: Any) -> Dataset:
@@ -47,8 +43,7 @@ def shown(data: Dataset) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("indexed", [True, False])
-def test_a_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indexed: bool) -> None:
+def test_a_split(tmp_path: Path) -> None:
     prepare(tmp_path)
     data = opened(tmp_path, format="auto")
     assert isinstance(data._format, EnergonTars)
@@ -56,25 +51,6 @@ def test_a_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indexed: bool)
     assert data[4].where == f"{tmp_path}/tars/s1.tar: x/k11"
     assert [item.file.label for item in data[4].items if isinstance(item.file, ByteRange)] == ["x/k11.jpg"]
     assert shown(opened(tmp_path, split="val")) == [("<image>", f"txt 2{k}", f"JPG 2{k}") for k in range(3)]
-    with sqlite3.connect(tmp_path / ".nv-meta" / "index.sqlite") as database:
-        if indexed:  # Then no tar is scanned.
-            monkeypatch.delattr(energon, "tar_members")
-        else:  # As older versions have it.
-            database.execute("DROP TABLE sample_parts")
-    database.close()
-    again = opened(tmp_path)
-    assert (again._format.index is not None) == indexed  # type: ignore[attr-defined]
-    assert shown(again) == shown(data) and again.digest == data.digest
-
-
-def test_an_index_gives_what_a_scan_gives(tmp_path: Path) -> None:
-    path = prepare(tmp_path) / "tars" / "s1.tar"
-    index, shard = tmp_path / ".nv-meta" / "index.sqlite", Shard(1, 3)
-    by_index: Columns = {}
-    by_scan: Columns = {}
-    format = EnergonTars(shards={str(path): shard}, index=index)
-    places = list(format.scan(StoredFile(str(path)), by_index))
-    assert places == list(TarFiles().scan(StoredFile(str(path)), by_scan)) and by_index == by_scan
 
 
 def test_older_files_of_a_folder(tmp_path: Path) -> None:
@@ -85,16 +61,11 @@ def test_older_files_of_a_folder(tmp_path: Path) -> None:
     for name in (".info.json", "split.yaml"):
         (meta / name).unlink()
     assert shown(opened(meta.parent)) == expected
-    (meta / "index.sqlite").unlink()
-    assert shown(opened(meta.parent)) == expected
 
 
-@pytest.mark.parametrize("indexed", [True, False])
-def test_what_is_excluded(tmp_path: Path, indexed: bool) -> None:
+def test_what_is_excluded(tmp_path: Path) -> None:
     exclude = ["tars/s0.tar", "tars/s1.tar/x/k1{0,2}", "tars/s2.tar/x/k20"]
     meta = prepare(tmp_path, split=SPLIT | {"exclude": exclude}) / ".nv-meta"
-    if not indexed:
-        (meta / "index.sqlite").unlink()
     assert [text for _, text, _ in shown(opened(tmp_path))] == ["txt 11"]
     (meta / "split.yaml").write_text(json.dumps(SPLIT | {"exclude": ["tars/s1.tar/1"]}))
     with pytest.raises(UserError, match=r"s1.tar: .*excluded samples \(1\)"):
@@ -172,8 +143,8 @@ BAD_MAPS = {
              "sample_loader: found 'loader.py:load', expected a field_map, .*"
              "data.registry.d.fields"),
     "pickle": (described("ChatMLWebdataset", {"imgs": "jpgs", "conversation": "json"}),
-               "field_map.imgs: part 'jpgs' .*pickle"),
-    "path": (described("VQASample", {"image": "jpg["}), "field_map.image: found 'jpg\\[', expected PART or PART"),
+               "field_map.imgs: field 'jpgs' is never loaded, because it is a pickle.*Pack each picture"),
+    "path": (described("VQASample", {"image": "jpg["}), "field_map.image: found 'jpg\\[', expected FIELD or FIELD"),
     "no path": (described("VQASample", {"image": ["jpg"]}), "field_map.image: found \"\\['jpg'\\]\""),
     "no map": (described("VQASample", None), "field_map: found null, "),
     "missing": (described("VQASample", {"image": "png,json[x]", "context": "txt"}),
@@ -203,31 +174,7 @@ def in_split(**content: Any) -> Callable[[Path], Any]:
     return meta_file("split.yaml", json.dumps(SPLIT | content))
 
 
-def in_index(*commands: str) -> Callable[[Path], Any]:
-    def change(folder: Path) -> None:
-        database = sqlite3.connect(folder / ".nv-meta" / "index.sqlite")
-        for command in commands:
-            database.execute(command)
-        database.commit()
-        database.close()
-
-    return change
-
-
-def samples_with(column: str) -> tuple[str, ...]:
-    return "DROP TABLE samples", f"CREATE TABLE samples (tar_file_id, {column} sample_index)"
-
-
-def repack(folder: Path) -> None:
-    members = [(name, f"{text}, longer" if k == 3 else text) for k, (name, text) in enumerate(SHARDS["tars/s1.tar"])]
-    (folder / "tars" / "s1.tar").write_bytes(pack(members, mtime=1.5))
-
-
 BOMB = "a: &a {x: 1}\nb: &b {<<: [*a, *a]}\n" + "".join(f"c{k}: &c{k} {{<<: [*b, *b]}}\n" for k in range(9))
-ENDLESS = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT x AS tar_file_id FROM c"
-NUMBERS = "WITH RECURSIVE c(x) AS (SELECT 0 UNION ALL SELECT x + 1 FROM c LIMIT 50000) SELECT x FROM c"
-ROWS = f"SELECT 0, 'k', {{}} FROM ({NUMBERS})"
-SHIFT = "UPDATE sample_parts SET content_byte_offset = content_byte_offset + "
 BROKEN = {
     "no info": (lambda f: (f / ".nv-meta" / ".info.json").unlink(), r"\.info\.json: no such file. Run `energon prep"),
     "no split": (lambda f: (f / ".nv-meta" / "split.yaml").unlink(), r"split\.yaml: no such file"),
@@ -258,53 +205,6 @@ BROKEN = {
     "all excluded": (in_split(exclude=["tars/s{0,1}.tar"]), "all tars of split 'train' are excluded"),
     "no tar": (lambda f: (f / "tars" / "s1.tar").unlink(), r"tars/s1\.tar: no such file"),
     "compressed": (lambda f: (f / "tars" / "s1.tar").write_bytes(b"\x1f\x8b" + bytes(9999)), "Gunzip it"),
-    "packed anew": (repack, "s1.tar: x/k11 part txt: not what index.sqlite of .nv-meta says"),
-    "damaged index": (meta_file("index.sqlite", "x" * 5000), "index.sqlite: cannot be read .DatabaseError"),
-    "index a folder": (lambda f: [(f / ".nv-meta/index.sqlite").unlink(), (f / ".nv-meta/index.sqlite").mkdir()],
-                       r"index\.sqlite: cannot be read \(is a directory\)"),
-    "no column": (in_index("ALTER TABLE samples DROP COLUMN sample_index"), "cannot be read .OperationalError: no"),
-    "text": (in_index("UPDATE sample_parts SET content_byte_offset = 'x'"), "found a string, a string, a string"),
-    "bytes": (in_index("UPDATE sample_parts SET part_name = CAST(X'ff' AS TEXT)"), "cannot be read .*decode to UTF-8"),
-    "bytes in a key": (in_index("UPDATE samples SET sample_key = CAST(CAST(sample_key AS BLOB) || X'ff' AS TEXT)"),
-                       "cannot be read .*decode to UTF-8"),
-    "bytes in a schema": (in_index("PRAGMA writable_schema = ON", "CREATE INDEX i ON samples (sample_key)",
-                                   "UPDATE sqlite_master SET name = CAST(X'ff' AS TEXT) WHERE name = 'i'"),
-                          r"index\.sqlite: cannot be read \(UnicodeDecodeError"),
-    "a view": (in_index("DROP TABLE sample_parts", f"CREATE VIEW sample_parts AS {ENDLESS}"),
-               "found 'CREATE VIEW .*, expected a plain table"),
-    "a view as a table": (in_index("PRAGMA writable_schema = ON", "UPDATE sqlite_master SET sql = 'CREATE VIEW "
-                                   f"sample_parts AS {ENDLESS}' WHERE name = 'sample_parts'"),
-                          r"index\.sqlite: cannot be read \(DatabaseError: malformed"),
-    "a virtual table": (in_index("DROP TABLE sample_parts", "CREATE VIRTUAL TABLE sample_parts USING "
-                                 "rtree(sample_index, tar_file_id, content_byte_size, part_name, content_byte_offset)"),
-                        "found 'CREATE VIRTUAL TABLE .*, expected a plain table"),
-    "a generated key": (in_index(*samples_with("sample_key AS (printf('%.*c', 300000000, 'x')),")),
-                        "expected a plain table"),
-    "a stored key": (in_index(*samples_with("sample_key AS (printf('k%i', sample_index)) STORED,")),
-                     "expected a plain table"),
-    "a long key": (in_index("UPDATE samples SET sample_key = printf('%.*c', 5000, 'x') WHERE sample_index = 0 "
-                            "AND tar_file_id = 0"), r"cannot be read \(DataError: string or blob too big"),
-    "a key that no tar has room for": (in_index("UPDATE samples SET sample_key = printf('%.*c', 3000, 'x') WHERE "
-                                                "sample_index = 1 AND tar_file_id = 0"), "xxx.*not what index.sqlite"),
-    "samples twice": (in_index(*samples_with("sample_key,"), f"INSERT INTO samples {ROWS.format(0)}", "DELETE FROM "
-                               "sample_parts", f"INSERT INTO sample_parts SELECT 0, 0, 'txt', 512, 9 FROM ({NUMBERS})"),
-                      "part 'txt': not what index.sqlite"),
-    "rows for none": (in_index(*samples_with("sample_key,"), f"INSERT INTO samples {ROWS.format('x')}",
-                               f"INSERT INTO sample_parts SELECT 0, -x, 'txt', 512, 9 FROM ({NUMBERS})"),
-                      r"index\.sqlite: cannot be read \(more steps"),
-    "another order": (in_index("CREATE INDEX idx_sample_parts_seq ON sample_parts (tar_file_id, part_name)"),
-                      "not what index.sqlite"),
-    "null": (in_index("UPDATE sample_parts SET part_name = NULL"), "found a string, null, a number, a number"),
-    "half": (in_index(SHIFT + "0.5"), "found a string, a string, a number, a number, expected"),
-    "shifted a little": (in_index(SHIFT + "1"), "s0.tar: 'x/k00' part 'JPG': not what index.sqlite"),
-    "shifted a lot": (in_index(SHIFT + "99999999999"), "not what index.sqlite"),
-    "shifted by a header": (in_index(SHIFT + "1024"), "x/k00 part txt: not what index.sqlite"),
-    "negative": (in_index("UPDATE sample_parts SET content_byte_size = -1"), "not what index.sqlite"),
-    "overlapping": (in_index("UPDATE sample_parts SET content_byte_size = 3000"), "'x/k00' part 'txt': not what index"),
-    "another text": (in_index("UPDATE sample_parts SET part_name = 'json' WHERE part_name = 'txt'"),
-                     "x/k00 part json: not what index.sqlite"),
-    "a part too few": (in_index("DELETE FROM samples WHERE sample_key = 'x/k01'"), "found 2 samples, expected 3"),
-    "other numbers": (in_index("UPDATE sample_parts SET tar_file_id = tar_file_id + 5"), "found 0 samples, expected 3"),
 }  # fmt: skip
 
 
@@ -325,7 +225,7 @@ def linked(name: str) -> Callable[[Path], Any]:
     return change
 
 
-META = [".info.json", "split.yaml", "dataset.yaml", "index.sqlite"]
+META = [".info.json", "split.yaml", "dataset.yaml"]
 
 
 @pytest.mark.parametrize("name", ["tars/s1.tar", "tars", ".nv-meta", *(f".nv-meta/{name}" for name in META)])
@@ -413,7 +313,7 @@ def test_other_folders(tmp_path: Path) -> None:
 
 def test_records_of_a_range(tmp_path: Path) -> None:
     path = prepare(tmp_path) / "tars" / "s1.tar"
-    format, columns = EnergonTars(shards={str(path): Shard(1, 3)}, index=tmp_path / ".nv-meta" / "index.sqlite"), {}
+    format, columns = EnergonTars(shards={str(path): Shard(3)}), {}
     assert len(list(format.scan(StoredFile(str(path)), columns))) == 3
     arrays = {name: np.frombuffer(column, np.uint8 if isinstance(column, bytearray) else np.int64)
               for name, column in columns.items()}  # fmt: skip

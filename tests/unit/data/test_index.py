@@ -171,7 +171,7 @@ def test_figures_of_tars_and_headers_that_do_not_fit_are_not_used(tmp_path: Path
         )
 
     expected = [*data()]
-    for name in ("starts", "sizes", "parts", "key_ends", "part_ends", "name_ends", "item_ends"):
+    for name in ("starts", "sizes", "fields", "key_ends", "field_ends", "name_ends", "item_ends"):
         for at, value in ((0, -1), (0, 1 << 40), (-1, -1), (-1, 1 << 40)):
             before = computed(opened)
             changed_index(stored(tmp_path), put(name, at, value))

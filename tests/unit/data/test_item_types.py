@@ -20,7 +20,7 @@ from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.validation import item_fields
 from megatron_hetero.models.families.qwen2_5_vl.family import QWEN2_5_VL
 from megatron_hetero.models.items.pictures import ImageSize, Pictures
-from megatron_hetero.models.items.types import Block, Header, Item, ItemTokens, ItemType, Modality, Piece
+from megatron_hetero.models.items.types import Header, Item, ItemTokens, ItemType, Modality, Piece, RowBlock
 from tests.support import runs as jobs
 from tests.support.folders import write_data
 from tests.support.items import annotated, item_of
@@ -56,10 +56,10 @@ class ClipReader:
     def pieces(self, size: Sizes) -> Sizes:
         return size
 
-    def blocks(self, size: Sizes) -> Sequence[Block]:
+    def blocks(self, size: Sizes) -> Sequence[RowBlock]:
         found = [block for each in size for block in self.pictures.blocks(each)]
         between = "<|vision_end|>\n<|vision_start|>"
-        return [*(Block(block.places, after=between) for block in found[:-1]), *found[-1:]]
+        return [*(RowBlock(block.places, after=between) for block in found[:-1]), *found[-1:]]
 
     def patches(self, item: Item, pieces: Sequence[Piece]) -> np.ndarray:
         items = self._items(item)

@@ -19,7 +19,7 @@ from megatron_hetero.data.records import Record
 from megatron_hetero.data.token_shards import TokenShards
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.items.pictures import ImageSize, rope_positions
-from megatron_hetero.models.items.types import Block
+from megatron_hetero.models.items.types import RowBlock
 from megatron_hetero.models.stages import TextInput
 from tests.support.items import IMAGE as PICTURES
 from tests.support.items import pictures
@@ -42,7 +42,7 @@ def samples(draw: st.DrawFn) -> TokenizedSample:
     is_text = input_ids != IMAGE
     supervised = np.array(draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids)))) & is_text
     supervised[0] = False
-    positions = rope_positions(len(ids), np.array(starts, dtype=np.int64), [Block(each) for each in places])
+    positions = rope_positions(len(ids), np.array(starts, dtype=np.int64), [RowBlock(each) for each in places])
     record = Record("test", 0, "train.jsonl:1", (), pictures(*["a.png"] * len(sizes)))
     rows = np.array([of_image.shape[1] for of_image in places], np.int64)
     pieces = tuple((size,) for size in sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import pickle
 import re
 import struct
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,10 +29,10 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.fields import Pattern
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.records import Dataset
-from megatron_hetero.data.sources import parquet
-from megatron_hetero.data.sources.formats import Columns, Found, Place
+from megatron_hetero.data.sources import parquet, parquet_groups
+from megatron_hetero.data.sources.formats import Columns, Place, RawRecord
 from megatron_hetero.data.sources.parquet import Cell, ParquetFiles
-from megatron_hetero.data.sources.parquet_pages import decoded
+from megatron_hetero.data.sources.parquet_groups import GroupCache, page_totals
 from megatron_hetero.data.turns import Turn
 from megatron_hetero.data.validation import IMAGES
 from tests.unit.data.conftest import MemoryStore
@@ -55,7 +57,7 @@ def scanned(file: StoredFile, files: ParquetFiles) -> tuple[list[Place], dict[st
     return places, {name: np.frombuffer(column, np.int64) for name, column in columns.items()}
 
 
-def read(file: StoredFile, fields: Mapping[str, str] | None = None, items: Sequence[str] = ()) -> list[Found]:
+def read(file: StoredFile, fields: Mapping[str, str] | None = None, items: Sequence[str] = ()) -> list[RawRecord]:
     files = ParquetFiles(fields or {}, items)
     places, columns = scanned(file, files)
     return list(files.read(file, columns, range(len(places))))
@@ -77,18 +79,14 @@ def opened(value: Any) -> Any:
 
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The paths of leaves that are read from now on, with their row groups."""
-    found, load = [], parquet._load
+    found, load = [], parquet_groups.load
 
     def noted(group: Any, leaves: Sequence[Any]) -> Any:
         found.extend(f"{leaf.path} {group.number}" for leaf in leaves)
         return load(group, leaves)
 
-    monkeypatch.setattr(parquet, "_load", noted)
+    monkeypatch.setattr(parquet_groups, "load", noted)
     return found
-
-
-def wait_for(files: ParquetFiles) -> None:
-    files._background.submit(lambda: None).result()
 
 
 # -------------------------------------------------------------------------------------------- records and items
@@ -116,7 +114,7 @@ def test_records_as_datasets_writes_them(tmp_path: Path, monkeypatch: pytest.Mon
     assert str(cell) == f"column images[1] of {file} row 3" and cell.label == "images[1] d"
     assert second["images"][0].label == "images[0] b.png" and str(first["image"]) == f"column image of {file} row 1"
     assert first["image"].label == "image 1.png" and second["image"].label == "image"
-    assert cell.version() == (*file.version(), 0, 2, "images[1]", 1)
+    assert cell.version() == (*file.version(), 0, 2, "images[1]")
     assert len({cell, third["images"][0], *read(file)[2].value["images"]}) == 2
 
 
@@ -204,7 +202,7 @@ def test_pictures_between_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         {"messages": []},
         {"messages": show(b"a")},
     ]
-    assert found[0]["messages"][0]["content"][2]["image"].label == "messages.content.image[2]"
+    assert found[0]["messages"][0]["content"][2]["image"].label == "messages[0].content[2].image"
 
 
 TEXTS = {
@@ -364,7 +362,7 @@ def test_a_row_group_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_least_recently_used_row_groups_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet, "_CACHE", parquet._Cache(50_000))  # Two row groups.
+    monkeypatch.setattr(parquet, "_CACHE", GroupCache(50_000))  # Two row groups.
     file, files = groups_of_items(tmp_path / "a.parquet"), ParquetFiles({})
     _, columns = scanned(file, files)
     cells = [value["image"] for value, _ in files.read(file, columns, range(12))]
@@ -375,7 +373,7 @@ def test_least_recently_used_row_groups_are_dropped(tmp_path: Path, monkeypatch:
 
 
 def test_a_row_group_that_is_too_large_for_the_cache_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet, "_CACHE", parquet._Cache(10))
+    monkeypatch.setattr(parquet, "_CACHE", GroupCache(10))
     file, files = groups_of_items(tmp_path / "a.parquet"), ParquetFiles({})
     _, columns = scanned(file, files)
     noted = loads(monkeypatch)
@@ -400,7 +398,8 @@ def test_threads_load_a_row_group_once(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_an_error_of_loading_reaches_all_threads_and_is_forgotten() -> None:
-    cache, started, go = parquet._Cache(100), threading.Event(), threading.Event()
+    group: Any = SimpleNamespace(key=0, size=lambda _: 1)
+    cache, started, go = GroupCache(100), threading.Event(), threading.Event()
 
     def fail() -> Any:
         started.set()
@@ -408,42 +407,27 @@ def test_an_error_of_loading_reaches_all_threads_and_is_forgotten() -> None:
         raise UserError("broken")
 
     with ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(cache.get, 0, "", lambda: 1, fail)]
+        jobs = [pool.submit(cache.get, group, "", (), fail)]
         started.wait()
-        jobs.append(pool.submit(cache.get, 0, "", lambda: 1, fail))
+        jobs.append(pool.submit(cache.get, group, "", (), fail))
         go.set()
         for job in jobs:
             with pytest.raises(UserError, match="broken"):
                 job.result()
-    assert cache.get(0, "", lambda: 1, lambda: np.zeros(3)).tolist() == [0, 0, 0]
+    assert cache.get(group, "", (), lambda: np.zeros(3)).tolist() == [0, 0, 0]
 
 
-def test_read_ahead_fills_half_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet, "_CACHE", parquet._Cache(100_000))  # Four row groups.
+def test_row_groups_are_prefetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, files = groups_of_items(tmp_path / "a.parquet"), ParquetFiles({})
-    _, columns = scanned(file, files)
-    noted = loads(monkeypatch)
-    files.read_ahead(file, columns, np.array([5, 4, 2, 0, 7]))
-    wait_for(files)
-    ahead = ["answer 2", "image.path 2", "image.bytes 2", "image.path 2"]
-    ahead += [leaf.replace("2", "1") for leaf in ahead]
-    assert noted[:8] == ahead and not [leaf for leaf in noted if leaf.startswith("image.bytes") and leaf not in ahead]
-    # What is used makes room for more.
-    del noted[:]
-    opened(next(files.read(file, columns, range(4, 5))).value)
-    files.read_ahead(file, columns, np.array([2, 6]))
-    wait_for(files)
-    assert "image.bytes 3" in noted and "image.bytes 2" not in noted
-
-
-def test_read_ahead_leaves_errors_to_those_who_read(tmp_path: Path) -> None:
-    file, files = groups_of_items(tmp_path / "a.parquet"), ParquetFiles({})
-    _, columns = scanned(file, files)
+    footer, noted = pq.read_metadata(file.name), list[tuple[int, int]]()
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, start, size, advice: noted.append((start, size)))
+    files.read_ahead(file, {}, np.array([5, 4, 2]))
+    chunks = [footer.row_group(group).column(k) for group in (2, 1) for k in range(footer.num_columns)]
+    starts = [chunk.dictionary_page_offset or chunk.data_page_offset for chunk in chunks]
+    assert noted == list(zip(starts, [chunk.total_compressed_size for chunk in chunks], strict=True))
+    # Whoever reads meets the error.
     Path(file.name).write_bytes(b"PAR1" + bytes(1000))
-    files.read_ahead(file, columns, np.array([0]))
-    wait_for(files)
-    with pytest.raises(UserError, match="cannot be read"):
-        next(files.read(file, columns, range(1)))
+    files.read_ahead(file, {}, np.array([0]))
 
 
 # -------------------------------------------------------------------------------------------------- damaged files
@@ -521,7 +505,7 @@ def test_a_footer_that_lies(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit, value", [("MAX_GROUP_ROWS", 3), ("MAX_GROUP_BYTES", 30_000)])
 def test_large_row_groups_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int) -> None:
-    monkeypatch.setattr(parquet, limit, value)
+    monkeypatch.setattr(parquet_groups, limit, value)
     columns = {"answer": ["A"] * 4, "image": [bytes(10_000)] * 4}
     assert len(values(save(tmp_path / "a.parquet", columns, row_group_size=1))) == 4
     file = save(tmp_path / "b.parquet", columns, use_dictionary=False)
@@ -530,7 +514,7 @@ def test_large_row_groups_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_large_row_groups_are_decompressed_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet, "BATCH_BYTES", 3000)
+    monkeypatch.setattr(parquet_groups, "BATCH_BYTES", 3000)
     monkeypatch.setattr(parquet, "BATCH_ROWS", 7)
     rng = np.random.default_rng(0)
     columns = {
@@ -599,8 +583,8 @@ REPEATED = {
 def test_other_values_that_are_stored_small_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(parquet, "MAX_GROUP_BYTES", 1_000_000)
-    monkeypatch.setattr(parquet, "_batches", None)  # Nothing is decoded.
+    monkeypatch.setattr(parquet_groups, "MAX_GROUP_BYTES", 1_000_000)
+    monkeypatch.setattr(parquet_groups, "_batches", None)  # Nothing is decoded.
     column, options = REPEATED[name]
     file = save(tmp_path / "a.parquet", {"answer": column}, **options)
     assert Path(file.name).stat().st_size < 10_000
@@ -612,11 +596,11 @@ def test_other_values_that_are_stored_small_are_counted(
 
 def noted_batches(monkeypatch: pytest.MonkeyPatch, most: int) -> list[tuple[int, list[int]]]:
     """Rows in a batch and leaves by dictionary, from now on, with a limit of decoded bytes and caches of their own."""
-    noted, batches = [], parquet._batches
-    monkeypatch.setattr(parquet, "_batches", lambda *each: noted.append(each[-2:]) or batches(*each))
-    monkeypatch.setattr(parquet, "MAX_GROUP_BYTES", most)
-    monkeypatch.setattr(parquet, "_CACHE", parquet._Cache(1 << 20))
-    monkeypatch.setattr(parquet, "_TEXT_CACHE", parquet._Cache(1 << 20))
+    noted, batches = [], parquet_groups._batches
+    monkeypatch.setattr(parquet_groups, "_batches", lambda *each: noted.append(each[-2:]) or batches(*each))
+    monkeypatch.setattr(parquet_groups, "MAX_GROUP_BYTES", most)
+    monkeypatch.setattr(parquet, "_CACHE", GroupCache(1 << 20))
+    monkeypatch.setattr(parquet, "_TEXT_CACHE", GroupCache(1 << 20))
     return noted
 
 
@@ -657,7 +641,7 @@ def test_prefixes_count_while_they_are_decoded(tmp_path: Path, monkeypatch: pyte
 
     file = stored(texts, "a.parquet")
     expected, noted = opened(values(file)), noted_batches(monkeypatch, 200_000)
-    monkeypatch.setattr(parquet, "BATCH_BYTES", 1_000_000)
+    monkeypatch.setattr(parquet_groups, "BATCH_BYTES", 1_000_000)
     assert opened(values(file)) == expected
     assert 5 < noted[-1][0] < 30 and 1 not in noted[-1][1]
     # 2 MB in all: the rest is not decoded.
@@ -834,5 +818,5 @@ def test_pages_that_are_not_compressed_count_as_stored(tmp_path: Path) -> None:
     start, size = chunk.dictionary_page_offset, bytes([0x88, 0x80, 0x08])  # 65,540, twice: as stored, and before
     assert data[start:].index(size) == 3
     forged = data[: start + 3] + bytes([0x82, 0x80, 0x00]) + data[start + 6 :]
-    found, expected = (decoded(each[start:][: chunk.total_compressed_size]) for each in (forged, data))
+    found, expected = (page_totals(each[start:][: chunk.total_compressed_size]) for each in (forged, data))
     assert found == expected and found.repeated > 10 << 16

@@ -35,7 +35,7 @@ from megatron_hetero.data.records import Record
 from megatron_hetero.data.turns import Turn
 from megatron_hetero.data.validation import IMAGES
 from megatron_hetero.models.items.pictures import ImageSize, PixelLimits, rope_positions
-from megatron_hetero.models.items.types import Block
+from megatron_hetero.models.items.types import RowBlock
 from tests.support.chat_templates import THINKING
 from tests.support.items import IMAGE, whole
 from tests.support.sizes import grids
@@ -143,7 +143,7 @@ def test_positions_equal_transformers_for_any_grids(images: list[tuple[int, int,
     kinds += [False] * (tail or not images)
     sizes = np.array([(1, 2 * h, 2 * w) for _, h, w in images], dtype=np.int64).reshape(-1, 3)
     places = [np.indices((1, h, w)).reshape(3, -1) for _, h, w in images]
-    positions = rope_positions(len(kinds), np.array(starts, dtype=np.int64), [Block(each) for each in places])
+    positions = rope_positions(len(kinds), np.array(starts, dtype=np.int64), [RowBlock(each) for each in places])
     np.testing.assert_array_equal(positions, _reference_positions(_rope_model(), np.array(kinds), sizes))
 
 

@@ -135,7 +135,7 @@ def test_forms_of_text(value: dict[str, Any], texts: list[str], items: list[str]
             r"'messages\[0\]': found a turn of tool, expected a turn of user",
         ),
         ({"messages": [{"role": "user", "content": 3}, ANSWER]}, "a number for 'content'"),
-        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}, ANSWER]}, "a part of type 'audio'"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}, ANSWER]}, "an entry of type 'audio'"),
         ({"messages": [{"role": "user", "content": PARTS[:2]}, ANSWER], "image": "a"}, "images in both"),
         ({"messages": {}}, "field 'messages': found an object"),
         ({"texts": [{"user": "Q", "assistant": None}]}, r"'texts\[0\]': found null for 'assistant'"),

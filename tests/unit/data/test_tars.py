@@ -27,7 +27,7 @@ from megatron_hetero.config.fields import Pattern
 from megatron_hetero.config.sections import DatasetConfig
 from megatron_hetero.data.records import Dataset, Reading
 from megatron_hetero.data.sources import tar_headers
-from megatron_hetero.data.sources.formats import Arrays, Columns, Found
+from megatron_hetero.data.sources.formats import Arrays, Columns, RawRecord
 from megatron_hetero.data.sources.json_files import MAX_TEXT_BYTES
 from megatron_hetero.data.sources.tars import TarFiles
 from megatron_hetero.data.turns import Turn
@@ -47,7 +47,7 @@ def scanned(path: Path | str) -> tuple[int, Arrays]:
     return samples, {name: np.frombuffer(column, kinds[name]) for name, column in columns.items()}
 
 
-def records(path: Path | str, format: TarFiles | None = None) -> list[Found]:
+def records(path: Path | str, format: TarFiles | None = None) -> list[RawRecord]:
     """All records of a file."""
     samples, columns = scanned(path)
     return list((format or TarFiles()).read(StoredFile(str(path)), columns, range(samples)))
@@ -154,7 +154,6 @@ def test_a_store(memory_store: MemoryStore) -> None:
     memory_store.pipe("/tars/a.tar", pack([("a.jpg", "picture"), ("a.txt", "text")]))
     [(value, where)] = records("s3://tars/a.tar")
     assert value["txt"] == "text" and raw(value["jpg"]) == b"picture" and where == "s3://tars/a.tar: a"
-    TarFiles().read_ahead(StoredFile("s3://tars/a.tar"), {}, np.array([0]))
 
 
 def test_a_scan_takes_little_memory(write: Write) -> None:
@@ -198,7 +197,7 @@ BAD = {
     "one block of zeros": (GOOD[: 512 * 5 + 512], "two blocks of zeros"),
     "joined": (GOOD + GOOD, "data behind its end.*tar --concatenate"),
     "damaged": (GOOD[:1540] + b"?" + GOOD[1541:], "damaged header at byte 1536"),
-    "no samples": (pack([("nodot", "x")]), "no samples.*KEY.PART"),
+    "no samples": (pack([("nodot", "x")]), "no samples.*KEY.FIELD"),
     "nothing": (ZEROS, "no samples"),
     "symbolic link": (of_type(tarfile.SYMTYPE, linkname="/etc/passwd"), "'a.txt' is a symbolic link.*--dereference"),
     "hard link": (of_type(tarfile.LNKTYPE, linkname="a.txt"), "a hard link"),
@@ -209,7 +208,7 @@ BAD = {
     "unknown": (of_type(b"M"), "of type 'M'"),
     "outside": (pack([("x/../../b.txt", "x")]), r"a member 'x/\.\./\.\./b.txt', expected names inside"),
     "absolute": (pack([("/b.txt", "x")]), "a member '/b.txt'"),
-    "twice": (pack([("a.jpg", "x"), ("b.jpg", ""), ("a.JPG", "y")]), "'a': part 'jpg' given twice"),
+    "twice": (pack([("a.jpg", "x"), ("b.jpg", ""), ("a.JPG", "y")]), "'a': field 'jpg' given twice"),
     "negative size": (pack([("a.txt", "x")], pax_headers={"size": "-1"}), "damaged header at byte 1024"),
     "endless size": (pack([("a.txt", "x")], pax_headers={"size": "9" * 5000}), "damaged header"),
     "large size": (pack([("a.txt", "x")], pax_headers={"size": "9" * 15}), "ends within member 'a.txt'"),
@@ -312,14 +311,14 @@ def test_records(write: Write, members: Any, expected: dict[str, Any]) -> None:
 
 
 BAD_SAMPLES = {
-    "broken JSON": ([("a.json", '{"x":\n,}')], "json: found broken JSON (Expecting value: line 2 column 1"),
-    "JSON in another encoding": ([("a.json", b'"\xff"')], "a part json: found byte 0xff, which is not UTF-8"),
-    "lone surrogate": ([("a.json", b'"\\ud83d"')], "a part json: lone surrogate (\\ud83d)"),
-    "deep JSON": ([("a.json", "[" * 10**6)], "a part json: found broken JSON"),
-    "text in another encoding": ([("a.x.txt", b"caf\xe9")], "a part x.txt: found byte 0xe9, which is not UTF-8"),
+    "broken JSON": ([("a.json", '{"x":\n,}')], "a field json: found broken JSON (Expecting value: line 2 column 1"),
+    "JSON in another encoding": ([("a.json", b'"\xff"')], "a field json: found byte 0xff, which is not UTF-8"),
+    "lone surrogate": ([("a.json", b'"\\ud83d"')], "a field json: lone surrogate (\\ud83d)"),
+    "deep JSON": ([("a.json", "[" * 10**6)], "a field json: found broken JSON"),
+    "text in another encoding": ([("a.x.txt", b"caf\xe9")], "a field x.txt: found byte 0xe9, which is not UTF-8"),
     "long text": ([("a.txt", "x" * (MAX_TEXT_BYTES + 1))], f"found {MAX_TEXT_BYTES + 1} bytes, expected a text"),
     "two names": (sample({"image": ["x.png", "y.png"]}, ("a.jpg", b"p")),
-                  "a: field 'image': found 'x.png', 'y.png' in its JSON"),
+                  "a: field 'image': found 'x.png', 'y.png' in its JSON, and the fields jpg, expected names of fields"),
     "one of two names": (sample({"image": ["img1.png", "y.png"]}, *PICTURES), "found 'img1.png', 'y.png'"),
 }  # fmt: skip
 
@@ -339,7 +338,7 @@ def test_a_file_that_changed_is_an_error(write: Write) -> None:
     _, columns = scanned(path)
     for changed in ([("a.txt", "four"), ("b.jpg", "x")], [("c.txt", "one")]):
         path.write_bytes(pack(changed, tarfile.USTAR_FORMAT))
-        with pytest.raises(UserError, match=f"{path}: a part txt: not what the index"):
+        with pytest.raises(UserError, match=f"{path}: a field txt: not what the index of its file says"):
             list(TarFiles().read(StoredFile(str(path)), columns, range(2)))
     os.truncate(path, 600)
     with pytest.raises(UserError, match="not what the index"):
@@ -360,7 +359,7 @@ def test_a_short_name_in_an_extended_header_is_read(write: Write, headers: dict[
     assert [found.value["answer"] for found in records(path)] == ["two", "one", "three"]
     _, columns = scanned(path)
     write(path.read_bytes().replace(b"path=a.txt", b"path=d.txt"))
-    with pytest.raises(UserError, match="a part txt: not what the index"):
+    with pytest.raises(UserError, match="a field txt: not what the index"):
         list(TarFiles().read(StoredFile(str(path)), columns, range(3)))
 
 
