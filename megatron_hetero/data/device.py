@@ -32,16 +32,21 @@ PADDING_TOKEN = 0
 """Fills shards: any token will do, since nothing attends to it and it predicts nothing."""
 
 
-def encoder_input(shard: SequenceShard, patches: Tensor | None, ids: TokenIds | None = None) -> EncoderInput:
-    """Return the input of an encoder, on the host. `patches`: see `EncoderInput`; `ids`: for dropout."""
-    attention = AttentionParams(
-        full=PackedSegments.of_segments(shard.segments, CPU, shard.cp_lengths),
+def attention_params(shard: SequenceShard, ids: TokenIds | None = None, device: torch.device = CPU) -> AttentionParams:
+    """Return what attention of a shard takes. `ids`: for dropout."""
+    return AttentionParams(
+        full=PackedSegments.of_segments(shard.segments, device, shard.cp_lengths),
         sp_lengths=shard.sp_lengths,
         cp_lengths=shard.cp_lengths,
-        windows=PackedSegments.of(shard.windows, CPU),
+        windows=PackedSegments.of(shard.windows, device),
+        lengths=shard.lengths,
         ids=ids,
     )
-    return EncoderInput(patches, torch.from_numpy(shard.positions), attention, shard.padding)
+
+
+def encoder_input(shard: SequenceShard, patches: Tensor | None, ids: TokenIds | None = None) -> EncoderInput:
+    """Return the input of an encoder, on the host. `patches`: see `EncoderInput`; `ids`: for dropout."""
+    return EncoderInput(patches, torch.from_numpy(shard.positions), attention_params(shard, ids), shard.padding)
 
 
 def text_input(
@@ -76,13 +81,7 @@ def text_input(
         supervised=_tensor(supervised),
         targets=_tensor(labels[positions][supervised]),
         rows_at={name: _tensor(places) for name, places in _places(shard, outputs).items()},
-        attention=AttentionParams(
-            full=PackedSegments.of_segments(shard.segments, CPU, shard.cp_lengths),
-            sp_lengths=shard.sp_lengths,
-            cp_lengths=shard.cp_lengths,
-            lengths=shard.lengths,
-            ids=text_ids(shard, numbers, positions - starts[sample]) if dropout else None,
-        ),
+        attention=attention_params(shard, text_ids(shard, numbers, positions - starts[sample]) if dropout else None),
         balanced=_balanced(packed, sample, balance) if balance else None,
         samples=numbers,
     )

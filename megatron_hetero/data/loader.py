@@ -1,18 +1,19 @@
 """Loads the next step while the current one runs.
 
-Per step and rank, on one background thread with a pool of `data.workers` threads below it, which may leave the work of
-1, 3 and 5 to as many processes (`worker_process`):
+Each rank does this for each step, on one background thread with a pool of `data.workers` threads, which may run 1, 4
+and 5 in as many processes (`worker_process`):
 
-  1. tokenise this rank's share of the step's samples: of its text replica's, where these are known before lengths are,
-     else of all;
+  1. tokenise samples: those of this rank's text replica if they are known before lengths are, else an equal share of
+     all;
   2. exchange the samples' integers (and any error) among all ranks, once, on the host;
-  3. deal the samples to text replicas and micro-batches, tokenise the others of this rank's replica, and pack them;
-  4. compute this rank's share of all micro-batches: what it decodes and encodes, in which calls, which rows go where;
-  5. decode this rank's share of its encoder replica's pieces of items, each once in the replica;
+  3. deal the samples to text replicas and micro-batches, and compute what this rank decodes, encodes and reads in each,
+     in which calls, and which rows go where;
+  4. tokenise the other samples of this rank's replica, and pack them;
+  5. decode this rank's pieces of items, each piece once in its encoder replica;
   6. exchange any error among all ranks, and send each rank of the replica the patches that it embeds.
 
-With `data.bad_records: skip` a bad record is no error. Ranks report it in 2, or in 6 if only decoding finds it: then
-all do 3 to 6 again without its sample, and read what they have not read yet.
+With `data.bad_records: skip` a bad record is no error. Ranks report it in 2, or in 6 if only decoding notices it: then
+all ranks repeat 3 to 6 without its sample, and read only what they have not read yet.
 
 An error of any rank reaches all ranks in the next exchange, so that all stop with the same message.
 """
@@ -57,11 +58,11 @@ T = TypeVar("T")
 
 
 Run = Callable[..., Iterable[Any]]
-"""`map`, or another function that does the work in parallel."""
+"""`map`, or a function that does the same in parallel."""
 
 
 READ_AHEAD_STEPS = 4
-"""How many steps ahead of loading samples are announced to formats that can read ahead."""
+"""Number of steps before they are loaded at which samples are announced to formats that can read ahead."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,10 @@ class StepBatch:
 
 
 class _Read(NamedTuple):
-    """What a rank has read of a step: samples by number, None if too long and skipped, and patches by number of the
-    sample, of the item in it, and pieces. `run`: see `StepLoader.load`.
+    """What a rank has read for a step so far.
+
+    `run`: see `StepLoader.load`. `samples`: by number; None if too long and skipped. `patches`: by number of the
+    sample, number of the item in it, and pieces.
     """
 
     run: Run
@@ -127,7 +130,7 @@ class StepLoader:
         return cls(job, mixture, reader, topology, StepPartitioner.of(job, topology.rank), dealing_of(job), limits)
 
     def of_held_out(self, name: str, mixture: Mixture) -> StepLoader:
-        """Return a loader of a held-out data set, which reads each sample once and loads what a forward pass takes."""
+        """Return a loader of a held-out data set, which reads each sample once, for forward passes only."""
         return replace(
             self,
             mixture=mixture,
@@ -138,20 +141,20 @@ class StepLoader:
         )
 
     def steps(self, first: int, last: int, workers: int) -> Iterable[StepBatch]:
-        """The batches of steps `first` to `last`. With `workers` of 0 everything runs in the calling thread.
+        """Yield the batches of steps `first` to `last`. With `workers` of 0 everything runs in the calling thread.
 
-        Raises `SharedError` for data that cannot be used.
+        Raises `SharedError` for unusable data.
         """
         if workers == 0:
             for step in range(first, last + 1):
                 yield self.load(step, map)
             return
         with ThreadPoolExecutor(1, "step-loader") as ahead, ThreadPoolExecutor(workers, "worker") as pool:
-            coming: Future[StepBatch] = ahead.submit(self.load, first, _parallel(pool))
+            following: Future[StepBatch] = ahead.submit(self.load, first, _parallel(pool))
             for step in range(first, last + 1):
-                batch = coming.result()
+                batch = following.result()
                 if step < last:
-                    coming = ahead.submit(self.load, step + 1, _parallel(pool))
+                    following = ahead.submit(self.load, step + 1, _parallel(pool))
                 yield batch
 
     def load(self, step: int, run: Run) -> StepBatch:
@@ -248,9 +251,7 @@ class StepLoader:
     def _report(
         self, early: Sequence[int], reported: Sequence[int], read: _Read
     ) -> dict[int, PackMetadata | BadSample]:
-        """Return the metadata of the samples `reported`, without skipped ones. Samples that are `early` go into
-        `read`.
-        """
+        """Tokenise the samples that are `early`. Returns the metadata of those `reported`, without skipped ones."""
         read.samples.update(zip(early, read.run(self._tokenise, early), strict=True))
         encoders, samples = list(self.partitioner.encoders), {number: read.samples[number] for number in reported}
         return {
@@ -292,13 +293,13 @@ class StepLoader:
         )
 
     def _tokenise(self, number: int) -> TokenizedSample | BadSample | None:
-        """Sample `number` of the stream as tokens; None if it is too long and skipped."""
+        """Return sample `number` of the stream as tokens; None if it is too long and skipped."""
         sample = self._unless_bad(lambda: self.reader.tokenize(self.mixture[number]))
         is_in = isinstance(sample, BadSample) or self.limits.admits(sample, self.partitioner.encoders)
         return sample if is_in else None
 
     def _unless_bad(self, work: Callable[[], T]) -> T | BadSample:
-        """The result of `work` on a sample, or what is wrong with its record, unless that stops the run."""
+        """Return the result of `work` on a sample, or the fault of a bad record where these are skipped."""
         try:
             return work()
         except BadRecord as error:
@@ -312,8 +313,8 @@ class StepLoader:
         return [(pack.sources[i], pack.sizes[i]) for m in call.micro_batches for pack in packs[m]]
 
     def _decode(self, calls: Sequence[EncoderCall], packs: Sequence[Packs], read: _Read) -> list[list[Any]]:
-        """Decode this rank's pieces, except those that it has. Returns for each call fp32 [patches, elements] of each
-        item; consecutive pieces of one item are decoded together.
+        """Decode this rank's pieces, except those that it has decoded before. Returns for each call fp32
+        [patches, elements] of each item; consecutive pieces of one item are decoded together.
         """
         wanted = list[list[tuple[int, int, tuple[Piece, ...]]]]()
         for call in calls:
@@ -331,8 +332,8 @@ class StepLoader:
         return [[read.patches[each] for each in of_call] for of_call in wanted]
 
     def _exchange(self, where: str, work: Callable[[], T]) -> list[T]:
-        """The results of `work` on every rank, by rank. The first rank's error is raised on every rank, as a
-        `SharedError`: the message of what the user can fix, or the trace of an error of the program.
+        """Return the results of `work` on all ranks, by rank. The first rank's error is raised on every rank as a
+        `SharedError`, with a message if the user can fix it, or else with the stack trace.
         """
 
         def attempt() -> T:
@@ -359,15 +360,16 @@ class StepLoader:
         if direction.exchanges:
             units = self._communicators[call.encoder].start_forward(load_plan(exchange, CPU), units).wait()
         elif not is_identity(direction):
-            kept = units[torch.from_numpy(direction.local_from)]
-            units = kept.new_zeros(direction.needed, width).index_copy_(0, torch.from_numpy(direction.local_to), kept)
+            units = units[torch.from_numpy(direction.local_from)]
+            places = torch.from_numpy(direction.local_to)
+            units = units.new_zeros(direction.needed, width).index_copy_(0, places, units)
         chunks = units.view(-1, elements).split([shard.local - shard.padding for shard in call.shards])
         paddings = [shard.padding for shard in call.shards]
         return [_padded(*each, self.job.dtype, pinned) for each in zip(chunks, paddings, strict=True)]
 
     @cached_property
     def _communicators(self) -> dict[str, BoundaryCommunicator]:
-        """Communicators for patches by encoder; a row is the patches of one unit."""
+        """Communicators for patches, by encoder. A row is the patches of one unit."""
         encoders = self.partitioner.encoders
         return {
             name: BoundaryCommunicator(group, CPU, encoders[name].unit_width, torch.float32, check=False)
@@ -385,8 +387,8 @@ def _padded(patches: Tensor, padding: int, dtype: torch.dtype, pinned: bool) -> 
 
 
 def _digests(calls: Sequence[EncoderCall], deal: Deal) -> dict[str, str]:
-    """Return what ranks must agree on: for each micro-batch the samples of all text replicas, and the plans of the
-    boundaries that this rank takes part in.
+    """Return facts that ranks must agree on: for each micro-batch the samples of all text replicas, and the plans of
+    the boundaries of this rank.
     """
     facts = {"number of micro-batches": f"{len(deal)}"}
     facts |= {f"samples of micro-batch {m}": f"{hash(tuple(map(tuple, dealt))):x}" for m, dealt in enumerate(deal)}

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_hetero.config.lora import LoraConfig
 from megatron_hetero.config.optimizers import NONE, OffloadConfig, PrecisionConfig
+from megatron_hetero.data.device import attention_params
 from megatron_hetero.data.token_shards import SequenceShard, even_cuts
 from megatron_hetero.estimate.allocations import META, Memory, SubmoduleBytes, measured_rule
 from megatron_hetero.groups.local_group import SilentGroup
@@ -223,12 +224,10 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, is_caus
 
 def _attention(shard: SequenceShard) -> AttentionParams:
     """Return the attention inputs of the first rank of its groups, where the second rank has all other tokens."""
-    cp_lengths, windows = shard.cp_lengths, PackedSegments.of(shard.windows, META)
-    if shard.lengths and len(cp_lengths) > 1:
-        others = np.diff(even_cuts(sum(shard.lengths) - shard.member, len(cp_lengths) - 1))
-        cp_lengths = shard.member, *others.tolist()
-    segments = PackedSegments.of_segments(shard.segments, META, cp_lengths)
-    return AttentionParams(segments, shard.sp_lengths, cp_lengths, windows, shard.lengths, _ids(shard))
+    if shard.lengths and (others := len(shard.cp_lengths) - 1):
+        lengths = np.diff(even_cuts(sum(shard.lengths) - shard.member, others))
+        shard = replace(shard, cp_lengths=(shard.member, *lengths.tolist()))
+    return attention_params(shard, _ids(shard), META)
 
 
 def _ids(shard: SequenceShard) -> TokenIds:

@@ -60,7 +60,7 @@ def run(
 
     def load(micro_batch: int) -> MicroBatchInputs:
         number = torch.tensor(float(micro_batch))
-        given: dict[str, Any] = {"inputs": {"encoder": number, "decoder": number}, "boundaries": {EDGE: plan}}
+        given: dict[str, Any] = {"inputs": {"encoder": number, "decoder": number}, "rows": {EDGE: plan}}
         return MicroBatchInputs(**given | batch)
 
     models: dict[str, Any] = {"encoder": lambda _: weight * torch.ones(padding + 2, WIDTH), "decoder": decoder}
@@ -209,12 +209,12 @@ def test_a_call_of_micro_batches_of_two_turns_is_refused() -> None:
             "`inputs` .*: found `encodr`, .*`encoder`, `d",
         ),
         (
-            {"boundaries": {("encoder", "decoder"): 1}},
-            r"`boundaries` of .*: found `\('encoder', 'decoder'\)`, expected",
+            {"rows": {("encoder", "decoder"): 1}},
+            r"`rows` of .*: found `\('encoder', 'decoder'\)`, expected",
         ),
         (
-            {"boundaries": {Edge("decoder", "encoder"): 1}},
-            "found `decoder>encoder`, .*`encoder>decoder`",
+            {"rows": {Edge("decoder", "encoder"): 1}},
+            "found `decoder>encoder`, expected some of `encoder>decoder`",
         ),
         (
             {"inputs": {"decoder": InChunks([1, 2])}},
