@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors.torch import load_file
+
 from benchmarks.measuring.material import ANSWER, ModelSize, write_samples
 
 SAMPLES = 4
@@ -22,7 +24,7 @@ LLAVA: dict[str, tuple[int, dict[Picture, int]]] = {
     "TextCaps": (21_953, {(1024, 768): 50, (1024, 683): 30, (768, 1024): 20}),
     "ShareGPT": (40_688, {None: 100}),
 }
-"""Samples of each source in `llava_v1_5_mix665k.json` (as counted in issues 657 and 702 of haotian-liu/LLaVA on GitHub),
+"""Samples of each source in `llava_v1_5_mix665k.json`, as counted in issues 657 and 702 of haotian-liu/LLaVA on GitHub,
 and the usual sizes of its pictures with their shares in percent. These sizes and shares are our approximation: pictures
 of COCO have a long side of 640 pixels, those of Visual Genome are 500 wide on average, those of TextCaps are from Open
 Images, and OCR-VQA has covers of books.
@@ -88,9 +90,5 @@ def write_material(folder: Path, size: ModelSize, cases: Sequence[Case]) -> None
 
 def count_parameters(folder: Path) -> int:
     """The parameters of `folder/model`."""
-    import math
-
-    from safetensors import safe_open
-
-    with safe_open(folder / "model" / "model.safetensors", "pt") as tensors:
-        return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors)
+    tensors = load_file(folder / "model" / "model.safetensors")
+    return sum(tensor.numel() for tensor in tensors.values())
