@@ -27,7 +27,8 @@ LLAVA: dict[str, tuple[int, dict[Picture, int]]] = {
 """Samples of each source in `llava_v1_5_mix665k.json`, as counted in issues 657 and 702 of haotian-liu/LLaVA on GitHub,
 and the usual sizes of its pictures with their shares in percent. These sizes and shares are our approximation: pictures
 of COCO have a long side of 640 pixels, those of Visual Genome are 500 wide on average, those of TextCaps are from Open
-Images, and OCR-VQA has covers of books.
+Images, and OCR-VQA has covers of books. Over many steps of four samples the largest picture has 1.44 times the mean of
+its step.
 """
 
 
@@ -66,14 +67,19 @@ class Case:
         drawn = random.Random(seed).choices(list(weights), list(weights.values()), k=steps * SAMPLES)
         sizes = [size for _, size in drawn]
         pictures = tuple(tuple(sizes[i : i + SAMPLES]) for i in range(0, len(sizes), SAMPLES))
-        return cls(f"as in LLaVA-1.5, {steps} drawn steps", pictures, (words,) * SAMPLES, is_drawn=True)
+        return cls(f"sizes as in LLaVA-1.5, {steps} steps", pictures, (words,) * SAMPLES, is_drawn=True)
 
     @property
     def description(self) -> str:
         """The sizes of all pictures, step by step."""
         texts = ["text" if size is None else f"{size[0]}×{size[1]}" for step in self.pictures for size in step]
         steps = [", ".join(texts[i : i + SAMPLES]) for i in range(0, len(texts), SAMPLES)]
-        return f"Pixels of pictures {self.name}: {'; '.join(steps)}."
+        pixels = [[0 if size is None else size[0] * size[1] for size in step] for step in self.pictures]
+        uneven = sum(map(max, pixels)) * SAMPLES / sum(map(sum, pixels))
+        return (
+            f"Pictures with {self.name}, in pixels: {'; '.join(steps)}. The largest one of a step has {uneven:.2f} "
+            "times the mean of its step."
+        )
 
     @property
     def steps(self) -> int:

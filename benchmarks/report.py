@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -52,10 +53,11 @@ def verdict(passed: bool | None, text: str) -> str:
 
 
 def write(folder: Path, name: str, text: str, numbers: Any, figure: Any) -> None:
-    """Write `NAME.md`, `.json` and `.png`."""
+    """Write `NAME.md`, `.png`, and `.json` unless `numbers` is None."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
-    (folder / f"{name}.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    if numbers is not None:
+        (folder / f"{name}.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
     figure.savefig(folder / f"{name}.png", dpi=90)
 
 
@@ -231,11 +233,12 @@ class StepReport:
             return "\n".join(found.splitlines()[2:])
         size = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in asdict(self.size).items())
         head = (
-            f"Whole training steps, {self.ranks} ranks, global batch of {SAMPLES} samples, fp32. Model: "
-            f"{self.parameters / 1e6:.1f} M parameters; {size}."
+            f"Whole training steps, {self.ranks} ranks on {_processors()}, global batch of {SAMPLES} samples, fp32. "
+            f"Model: {self.parameters / 1e6:.1f} M parameters; {size}."
         )
         notes = (
-            "Ours: sp, tp (vision, text) and the like. `whole`: activations not split over tp. `zero`: ZeRO 3, with tp "
+            "Ours: sp, tp (vision, text) and the like; the best layout is the fastest of them here. FSDP2 and DDP: one "
+            "sample per rank. `whole`: activations not split over tp. `zero`: ZeRO 3, with tp "
             "of the encoder alone. `ep`: experts divided over all ranks. Ratio: median [min, max] of rounds. "
             "Memory: resident (of the allocator on a GPU), above what the process held before the model was built. "
             "All compute their products by the library that PyTorch takes."
@@ -245,7 +248,7 @@ class StepReport:
         )
 
     def summary(self) -> str:
-        """A short table: time of each kind of system relative to our best layout."""
+        """A short table: the time of each kind of system relative to our best layout, median [min, max] of rounds."""
         names = list(KINDS)
         rows = []
         for case, systems in self._by_kind().items():
@@ -305,9 +308,10 @@ class StepReport:
 
     def write(self, folder: Path) -> None:
         """Table, numbers and plot."""
-        name = "experts" if self.size.experts else "qwen3_5" if self.size.attention_every else "step"
         if self.draws:
-            name = "pictures"
+            write(folder, "pictures", self.text(), None, self._figure())
+            return
+        name = "experts" if self.size.experts else "qwen3_5" if self.size.attention_every else "step"
         write(folder, name, self.text(), asdict(self), self._figure())
 
     def _figure(self) -> Any:
@@ -328,16 +332,19 @@ class StepReport:
             places = [place + width * (number + 0.5) - 0.4 for place, _ in rows]
             axes.bar(places, heights, width, yerr=spread, capsize=2, label=kind)
         best = [systems[next(iter(KINDS))]["system"].replace("|", ", ") for systems in cases.values()]
-        labels = [f"{_wrapped(case)}\nbest layout: {layout}" for case, layout in zip(cases, best, strict=True)]
-        axes.set_xticks(range(len(cases)), labels, fontsize=8)
-        axes.set_title(f"Training steps, {self.ranks} ranks, {self.parameters / 1e6:.0f} M parameters", fontsize=10)
+        labels = [f"{case}\nbest layout: {layout}" for case, layout in zip(cases, best, strict=True)]
+        axes.set_xticks(range(len(cases)), labels, fontsize=9)
+        model = f"{self.size.family} with {self.parameters / 1e6:.0f} M parameters"
+        axes.set_title(f"Training {model}, fp32, {self.ranks} ranks on {_processors()}", fontsize=10)
         axes.legend(fontsize=8)
         figure.tight_layout()
         return figure
 
 
-def _wrapped(case: str) -> str:
-    return case.replace(" in ", "\nin ").replace(", ", "\n", 1)
+def _processors() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
 
 
 def _against_fsdp(case: str, shared: Sequence[dict[str, Any]], fsdp: dict[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """Two modules that know nothing of this library, each in a layout of its own, run by a schedule.
 
-An encoder turns pictures into rows. A decoder, whose tokens attend to the rows of their own sample, predicts a label for
-each token; samples have any number of pictures, or none. The encoder may have replicas (`dp`); the decoder replicas,
-ranks that share the tokens of a sample (`sp`), and two pipeline stages. They may share ranks or not:
+An encoder turns pictures into rows. A decoder, whose tokens attend to the rows of their own sample, predicts a label
+for each token; a sample has any number of pictures, or none. The encoder may have replicas (`dp`); the decoder may have
+replicas, ranks that share the tokens of a sample (`sp`), and two pipeline stages, on the same ranks or on others:
 
     torchrun --nproc-per-node 4 examples/custom_modules.py dp:4 sp:2,dp:2
     torchrun --nproc-per-node 4 examples/custom_modules.py dp:4 sp:2,pp:2
