@@ -20,14 +20,12 @@ import pytest
 import torch.distributed as dist
 
 from megatron_hetero import Layout, UserError, build
-from megatron_hetero.groups.platform import CPU, Platform
-from megatron_hetero.groups.topology import Topology
+from megatron_hetero.groups.platform import CPU
 from tests.functional.forked import Forked
 from tests.support.matrix import thinned
 from tests.support.ranks import on_ranks
 
 ROOT = Path(__file__).parents[2]
-PLATFORM = Platform(CPU, "gloo")
 # Encoder, decoder.
 PLACEMENTS = [
     ("dp:4", "sp:2,dp:2"),  # colocated, gradients of rows in parts
@@ -95,8 +93,7 @@ def test_layouts_that_the_example_does_not_support_are_refused() -> None:
 def test_the_plain_loop_trains_as_one_process_does(vision: str, text: str) -> None:
     from examples import plain_loop
 
-    layouts, edges = {"vision": Layout.parse(vision, 4), "text": Layout.parse(text, 4)}, [("vision", "text")]
-    topology = Topology.build(layouts, Platform(CPU, "gloo"), edges=edges, planned=edges)
+    topology = build(plain_loop.GRAPH, vision=vision, text=text)
     found = plain_loop.differences(plain_loop.train(topology), plain_loop.train_alone(CPU))
     assert found and max(found) < 1e-5
 
@@ -139,18 +136,28 @@ def losses(lines: list[str]) -> dict[int, float]:
     return {int(match[1]): float(match[2]) for match in found if match}
 
 
-RECIPE = ROOT / "examples/recipe.py"
+RECIPE, LINES = ROOT / "examples/recipe.py", ROOT / "examples/two_modules.py"
 
 
-def recipe(folder: Path) -> None:
-    """Run it in a folder."""
+def program(path: Path, folder: Path) -> None:
+    """Run an example in a folder."""
     os.chdir(folder)
-    runpy.run_path(str(RECIPE), run_name="__main__")
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def test_the_lines_of_the_readme_run(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"```python\n{LINES.read_text(encoding='utf-8')}```\n" in readme
+    with Forked(tmp_path / "said", program, [[LINES, tmp_path]] * 2) as run:
+        run.require_success()
+        assert [run.said(rank).splitlines()[-1] for rank in range(2)] == [
+            f"rank {rank}: the gradient is that of one process" for rank in range(2)
+        ]
 
 
 def trained(folder: Path, said: Path) -> dict[int, float]:
     """The losses of a run of the recipe on two ranks."""
-    with Forked(said, recipe, [[folder]] * 2) as run:
+    with Forked(said, program, [[RECIPE, folder]] * 2) as run:
         run.require_success()
         return losses(run.said(0).splitlines())
 
