@@ -17,7 +17,7 @@ with mh.process_group() as platform:  # NCCL on GPUs, gloo on CPUs
 
     parallelize_module(text, topology.mesh("text")["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     boundary = mh.Boundary.open(topology, "vision", "text")
-    with mh.micro_batch(boundary):  # rows go from dp to tp, and at the end of the block their gradients go back
+    with mh.micro_batch(boundary):  # rows (embeddings) go from dp to tp, and gradients back at the end of the block
         plan = boundary.plan(samples=6, rows_per_sample=1)
         rows = boundary(plan, vision(topology.shard("vision", pictures)))  # three on each rank, then six on both
         text(rows).sum().backward()
