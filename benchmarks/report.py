@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.material import SAMPLES, Case
 from benchmarks.measuring.material import ModelSize
+from megatron_hetero.models.registry import FAMILIES
 
 COMMUNICATING = 0.35
 """Share of uniform tp's encoder time from which `sp` must be `FASTER`."""
@@ -334,9 +335,10 @@ class StepReport:
         best = [systems[next(iter(KINDS))]["system"].replace("|", ", ") for systems in cases.values()]
         labels = [f"{case}\nbest layout: {layout}" for case, layout in zip(cases, best, strict=True)]
         axes.set_xticks(range(len(cases)), labels, fontsize=9)
-        model = f"{self.size.family} with {self.parameters / 1e6:.0f} M parameters"
+        model = f"{FAMILIES[self.size.family].title} with {self.parameters / 1e6:.0f} M parameters"
         axes.set_title(f"Training {model}, fp32, {self.ranks} ranks on {_processors()}", fontsize=10)
-        axes.legend(fontsize=8)
+        axes.set_ylim(top=1.15 * axes.get_ylim()[1])
+        axes.legend(fontsize=9, ncols=len(KINDS), loc="upper center")
         figure.tight_layout()
         return figure
 
