@@ -112,8 +112,8 @@ def build_modules(device: torch.device) -> tuple[Encoder, Decoder]:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Pictures, fp32 [n, 1, 8, 8], ids and labels of tokens, [t], and the samples of both, [n] and [t], all of all
-    samples.
+    """A micro-batch of all replicas: pictures, fp32 [n, 1, 8, 8], and their samples, [n]; ids, labels and samples of
+    tokens, [t].
     """
 
     pictures: Tensor
@@ -147,7 +147,9 @@ def draw_micro_batch(step: int, number: int, device: torch.device) -> MicroBatch
 
 
 def select(topology: mh.Topology, batch: MicroBatch) -> mh.MicroBatchInputs:
-    """This rank's inputs, and the rows that cross. Any rank may encode any picture; here replicas take turns."""
+    """This rank's inputs, and the ids of the rows that it holds and needs. Any rank may encode any picture; here the
+    encoder's replicas take turns.
+    """
     pictures = torch.arange(len(batch.pictures), device=batch.pictures.device)
     row_ids = pictures[:, None] * ROWS + torch.arange(ROWS, device=pictures.device)  # [n, ROWS]
     inputs, held, needed = {}, (), ()
@@ -169,9 +171,9 @@ def select(topology: mh.Topology, batch: MicroBatch) -> mh.MicroBatchInputs:
 
 
 def samples_of(topology: mh.Topology, samples: Tensor) -> Tensor:
-    """Whether each of `samples` is read by this rank's replica of the decoder, bool: each reads a run of samples."""
-    own = topology.shard("decoder", range(SAMPLES))
-    return (samples >= own.start) & (samples < own.stop)
+    """A mask of those of `samples` that this rank's replica of the decoder reads: each replica reads a range."""
+    local = topology.shard("decoder", range(SAMPLES))
+    return (samples >= local.start) & (samples < local.stop)
 
 
 # ------------------------------------------------------------------------------------------------- the loop
