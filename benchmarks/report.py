@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean, median
+from textwrap import fill
 from typing import Any
 
 from benchmarks.material import SAMPLES, Case
@@ -54,11 +55,10 @@ def verdict(passed: bool | None, text: str) -> str:
 
 
 def write(folder: Path, name: str, text: str, numbers: Any, figure: Any) -> None:
-    """Write `NAME.md`, `.png`, and `.json` unless `numbers` is None."""
+    """Write `NAME.md`, `.json` and `.png`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
-    if numbers is not None:
-        (folder / f"{name}.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    (folder / f"{name}.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
     figure.savefig(folder / f"{name}.png", dpi=90)
 
 
@@ -309,10 +309,8 @@ class StepReport:
 
     def write(self, folder: Path) -> None:
         """Table, numbers and plot."""
-        if self.draws:
-            write(folder, "pictures", self.text(), None, self._figure())
-            return
         name = "experts" if self.size.experts else "qwen3_5" if self.size.attention_every else "step"
+        name = "pictures" if self.draws else name
         write(folder, name, self.text(), asdict(self), self._figure())
 
     def _figure(self) -> Any:
@@ -322,6 +320,8 @@ class StepReport:
         width = 0.8 / len(KINDS)
         for number, kind in enumerate(KINDS):
             rows = [(place, systems[kind]) for place, systems in enumerate(cases.values()) if kind in systems]
+            if not rows:
+                continue
             heights = [row["tokens_per_s"] for _, row in rows]
             tokens = [row["tokens_per_s"] * median(row["seconds"]) for _, row in rows]
             slowest = [count / max(row["seconds"]) for count, (_, row) in zip(tokens, rows, strict=True)]
@@ -331,9 +331,9 @@ class StepReport:
                 [high - height for height, high in zip(heights, fastest, strict=True)],
             ]
             places = [place + width * (number + 0.5) - 0.4 for place, _ in rows]
-            axes.bar(places, heights, width, yerr=spread, capsize=2, label=kind)
+            axes.bar(places, heights, width, yerr=spread, capsize=2, label=kind, color=f"C{number}")
         best = [systems[next(iter(KINDS))]["system"].replace("|", ", ") for systems in cases.values()]
-        labels = [f"{case}\nbest layout: {layout}" for case, layout in zip(cases, best, strict=True)]
+        labels = [f"{fill(case, 22)}\nbest: {layout}" for case, layout in zip(cases, best, strict=True)]
         axes.set_xticks(range(len(cases)), labels, fontsize=9)
         model = f"{FAMILIES[self.size.family].title} with {self.parameters / 1e6:.0f} M parameters"
         axes.set_title(f"Training {model}, fp32, {self.ranks} ranks on {_processors()}", fontsize=10)
