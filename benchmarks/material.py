@@ -50,7 +50,7 @@ class Case:
         """
         side = round((patches / images) ** 0.5)
         assert side**2 * images == patches, f"{patches} patches are not {images} equal squares"
-        name = f"{patches // 1024}k patches in {images} image{'s' * (images > 1)}"
+        name = f"{patches // 1024}k patches in {f'{images} equal images' if images > 1 else '1 image'}"
         name += "" if words == ANSWER else f", {words} words each"
         name += f", one text of {long} words" * bool(long)
         squares = [(side * patch, side * patch)] * images + [None] * (SAMPLES - images)
