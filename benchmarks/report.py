@@ -91,16 +91,16 @@ class EncoderReport:
     def text(self, last_only: bool = False) -> str:
         """The table, and whether the requirements are met."""
         points = self.points[-1:] if last_only else self.points
-        found = table(
+        rows = table(
             "width | patches | tp at its best | tp communicates | sp communicates | sp sends | tp sends | "
             "collectives sp, tp | saved activations sp, tp | tp / sp time: median [min, max]",
             [self._row(p) for p in points],
         )
         if last_only:
-            return found.splitlines()[-1]
+            return rows.splitlines()[-1]
         head = f"Vision encoder, {self.layers} layers, {self.ranks} ranks, forward and backward; per rank."
         skipped = [f"Skipped as too long for this machine: {s}." for s in self.skipped]
-        return "\n\n".join([head, found, *skipped, "\n".join(f"- {v}" for v in self.verdicts())])
+        return "\n\n".join([head, rows, *skipped, "\n".join(f"- {v}" for v in self.verdicts())])
 
     def _row(self, p: dict[str, Any]) -> str:
         best, traffic = p["best_tp"], p["traffic"]
@@ -113,7 +113,7 @@ class EncoderReport:
         )
 
     def verdicts(self) -> list[str]:
-        """The requirements, each with what was found."""
+        """The requirements, each with the measured value."""
         if not self.points:
             return []
         busy = [p for p in self.points if p["shares"][p["best_tp"]] >= COMMUNICATING]
@@ -181,11 +181,11 @@ def _axes(x: str, y: str) -> tuple[Any, Any]:
 # ---------------------------------------------------------------------------------------------------------
 
 OURS, UNIFORM = ("sp|tp", "sp|sp", "sp|cp", "sp|dp", "dp|dp"), ("tp|tp",)
-"""What names of systems begin with; of several of a kind, the fastest in a case stands for it."""
+"""Prefixes of systems' names; the fastest of a kind in a case represents it."""
 KINDS = {"best layout": OURS, "tp": UNIFORM, "FSDP2": ("fsdp",), "DDP": ("ddp",)}
-"""What plots compare, in one word each, with the names of the systems."""
+"""What plots compare, with the prefixes of systems' names."""
 ZERO, LESS_TIME, LESS_MEMORY = " zero", 0.95, 1.0
-"""What names of systems with ZeRO 3 end with, and the most that one of them may take of FSDP2's time and memory."""
+"""Suffix of systems with ZeRO 3, and the maximum that one of them may take of FSDP2's time and memory."""
 
 
 @dataclass
@@ -225,13 +225,13 @@ class StepReport:
         """The table, and what was checked. With `last_only` the rows of the latest case."""
         latest = self.rows[-1]["case"] if self.rows else ""
         rows = [self._row(r) for r in self.rows if not last_only or r["case"] == latest]
-        found = table(
+        details = table(
             "data | system | tokens/s | peak memory per rank | sent in a step | collectives | vision sends | "
             "vision collectives | vision's share communicating | time / time of ours at its best",
             rows,
         )
         if last_only:
-            return "\n".join(found.splitlines()[2:])
+            return "\n".join(details.splitlines()[2:])
         size = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in asdict(self.size).items())
         head = (
             f"Whole training steps, {self.ranks} ranks on {_processors()}, global batch of {SAMPLES} samples, fp32. "
@@ -245,7 +245,7 @@ class StepReport:
             "All compute their products by the library that PyTorch takes."
         )
         return "\n\n".join(
-            [head, self.summary(), found, notes, *self.draws, "\n".join(f"- {v}" for v in self.verdicts())]
+            [head, self.summary(), details, notes, *self.draws, "\n".join(f"- {v}" for v in self.verdicts())]
         )
 
     def summary(self) -> str:
@@ -296,8 +296,8 @@ class StepReport:
                 against = {f"best uniform tp ({best['system'].replace('|', ', ')})": best, **against}
                 share = max(r["vision_bytes"] for r in ours) / min(r["vision_bytes"] for r in uniform)
                 lines.append(verdict(share <= TRAFFIC, f"{case}: sp's vision traffic is {share:.1%} of tp's"))
-            found = [f"{name} {Ratio(**row['ratio'])}" for name, row in against.items() if row]
-            lines.append(f"REPORT: {case}: time over that of ours: {'; '.join(found)}")
+            ratios = [f"{name} {Ratio(**row['ratio'])}" for name, row in against.items() if row]
+            lines.append(f"REPORT: {case}: time over that of ours: {'; '.join(ratios)}")
             shared = [row for name, row in rows.items() if name.endswith(ZERO)]
             if shared and (fsdp := rows.get("fsdp")):
                 lines.append(_against_fsdp(case, shared, fsdp))
@@ -350,13 +350,13 @@ def _processors() -> str:
 
 
 def _against_fsdp(case: str, shared: Sequence[dict[str, Any]], fsdp: dict[str, Any]) -> str:
-    found, passed = [], False
+    shares, passed = [], False
     for row in shared:
         time, memory = Ratio.of(row["seconds"], fsdp["seconds"]), row["peak_bytes"] / fsdp["peak_bytes"]
         passed |= time.median <= LESS_TIME and memory <= LESS_MEMORY
-        found.append(f"{row['system'].replace('|', ', ')} {time} of its time, {memory:.2f} of its memory")
+        shares.append(f"{row['system'].replace('|', ', ')} {time} of its time, {memory:.2f} of its memory")
     wanted = f"at most {LESS_TIME} of FSDP2's time in at most {LESS_MEMORY} of its memory"
-    return verdict(passed, f"{case}: ZeRO 3 takes {wanted}; {'; '.join(found)}")
+    return verdict(passed, f"{case}: ZeRO 3 takes {wanted}; {'; '.join(shares)}")
 
 
 def _shares(row: dict[str, Any], fsdp: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Compares layouts and rivals: `python -m benchmarks.step [--encoder-only] [--help]`.
 
 Starts its own ranks, runs all systems in turn within each round, and compares times of the same round only, so that
-a machine that others use too disturbs numerator and denominator alike. Writes a table, the numbers and a plot to
+load from others on the machine affects numerator and denominator equally. Writes a table, the numbers and a plot to
 `benchmarks/results`.
 """
 
@@ -71,7 +71,7 @@ def _options() -> argparse.Namespace:
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    return [int(number) for number in text.split(",")]
 
 
 _WHOLE = ("--vision-sequence_parallel", "false", "--text-sequence_parallel", "false")
@@ -89,7 +89,7 @@ _SYSTEMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "fsdp": ("Plain", ("fsdp",)),
     "ddp": ("Plain", ("ddp",)),
 }
-"""Name to class of `benchmarks.systems` and what it is made with. `whole`: activations are not split over tp. `zero`:
+"""By name, a class of `benchmarks.systems` and its arguments. `whole`: activations are not split over tp. `zero`:
 ZeRO 3, of the encoder or of both modules.
 """
 _SPARSE: dict[str, tuple[str, tuple[str, ...]]] = {

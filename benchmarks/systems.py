@@ -44,7 +44,7 @@ MAX_PIXELS = 4_000_000
 @dataclass(frozen=True)
 class StepResult:
     """One rank's steps of a case: seconds of all of it, of the processor's time, and of the vision module's two passes
-    (None where they are not told apart), the mean loss, and the tokens of all global batches."""
+    (None where they are not measured), the mean loss, and the tokens of all global batches."""
 
     seconds: float
     cpu_seconds: float
@@ -55,7 +55,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Traffic:
-    """One rank's collectives in the steps of a case, and those of the vision module's passes (None: not told apart)."""
+    """One rank's collectives in the steps of a case, and those of the vision module's passes (None: not measured)."""
 
     bytes: float
     collectives: int
@@ -66,7 +66,7 @@ class Traffic:
 
 
 class PhaseWatch(Stopwatch):
-    """The program's own stopwatch, which also tells a meter what is running, and keeps its last reading."""
+    """The program's stopwatch, which also reports to a meter what is running, and stores its last reading."""
 
     def __init__(self, platform: Platform):
         super().__init__(platform)
@@ -90,7 +90,7 @@ class PhaseWatch(Stopwatch):
 
 @contextlib.contextmanager
 def _sums_apart(meter: CollectiveMeter) -> Iterator[None]:
-    """Inside, sums of gradients that begin within a module's backward pass do not count as its own."""
+    """Inside, sums of gradients that begin within a module's backward pass are not counted as the module's."""
     real = BucketSums._start
 
     def start(sums: BucketSums, place: int) -> None:
@@ -163,8 +163,8 @@ class Ours:
 class Plain:
     """`transformers` with SDPA, data parallel, one sample per rank: `wrap` shards or replicates it.
 
-    A rank whose sample has no picture encodes a dummy of four patches, as data-parallel trainers must: one that left
-    the encoder out would not take part in its collectives.
+    A rank whose sample has no picture encodes a dummy of four patches, as data-parallel trainers must: a rank that
+    skipped the encoder would miss its collectives.
     """
 
     def __init__(self, platform: Platform, folder: Path, steps: Sequence[int], wrap: str):

@@ -259,11 +259,11 @@ def main(argv: Sequence[str]) -> None:
         topology = mh.build(GRAPH, encoder=options.encoder, decoder=options.decoder)
         require_layouts(topology.layouts)
         trained, _ = train(topology)
-        found = difference(topology, trained)
+        largest = difference(topology, trained)
         if topology.rank == 0:
-            print(f"weights: {found:.1e} from those of one process")
-        if not found < TOLERANCE:
-            raise RuntimeError(f"found a difference of {found:.1e}, expected less than {TOLERANCE:.0e}")
+            print(f"weights: {largest:.1e} from those of one process")
+        if not largest < TOLERANCE:
+            raise RuntimeError(f"found a difference of {largest:.1e}, expected less than {TOLERANCE:.0e}")
 
 
 if __name__ == "__main__":

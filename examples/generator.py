@@ -162,11 +162,11 @@ def main(argv: Sequence[str]) -> None:
             raise mh.UserError(
                 f"text layout `{options.text}`: found {topology.layouts[TEXT].pp} stages, expected 1 or 2"
             )
-        found = difference(topology, train(topology), train_alone(topology.platform.device))
+        largest = difference(topology, train(topology), train_alone(topology.platform.device))
         if topology.rank == 0:
-            print(f"weights: {found:.1e} from those of one process")
-        if not found < TOLERANCE:
-            raise RuntimeError(f"found a difference of {found:.1e}, expected less than {TOLERANCE:.0e}")
+            print(f"weights: {largest:.1e} from those of one process")
+        if not largest < TOLERANCE:
+            raise RuntimeError(f"found a difference of {largest:.1e}, expected less than {TOLERANCE:.0e}")
 
 
 if __name__ == "__main__":
