@@ -1,4 +1,4 @@
-"""Processes that take orders: each system under test lives in its own, so that its memory is its own."""
+"""Processes that take orders. Each system under test has processes of its own, so that its memory can be measured."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _serve(rank: int, ranks: int, store: str, join: Any, build: Any, args: Any, 
         while True:
             name, values = orders.get()
             result = getattr(worker, name)(*values)
-            # Systems that wait must not sit on the memory that the others need; all start their next order alike.
+            # Systems that wait must not occupy memory that others need; all start their next order in the same state.
             ctypes.CDLL("libc.so.6").malloc_trim(0)
             results.put((rank, result, None))
     except BaseException:

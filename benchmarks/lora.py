@@ -82,7 +82,7 @@ def _size(options: argparse.Namespace) -> ModelSize:
 
 
 def _case(options: argparse.Namespace) -> Case:
-    return Case(options.patches, SAMPLES, options.words)
+    return Case.even(options.patches, SAMPLES, _size(options).patch, options.words)
 
 
 def _layout(text: str, options: argparse.Namespace, store: Path) -> dict[str, Measured]:
@@ -93,7 +93,7 @@ def _layout(text: str, options: argparse.Namespace, store: Path) -> dict[str, Me
     crews = dict[str, Crew]()
     for name, flags in SYSTEMS.items():
         own = [flag.format(r=options.r) for flag in flags]
-        crews[name] = Crew(options.ranks, Path(f"{store}-{name}"), build, store.parent, 1, *text.split("|"), *own)
+        crews[name] = Crew(options.ranks, Path(f"{store}-{name}"), build, store.parent, [1], *text.split("|"), *own)
     peaks = {name: max(crew.run("peak_bytes", 0)) for name, crew in crews.items()}
     steps: dict[str, list[Any]] = {name: [] for name in crews}
     for turn in range(options.rounds):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean, median
+from textwrap import fill
 from typing import Any
 
-from benchmarks.material import Case
+from benchmarks.material import SAMPLES, Case
 from benchmarks.measuring.material import ModelSize
+from megatron_hetero.models.registry import FAMILIES
 
 COMMUNICATING = 0.35
 """Share of uniform tp's encoder time from which `sp` must be `FASTER`."""
@@ -88,16 +91,16 @@ class EncoderReport:
     def text(self, last_only: bool = False) -> str:
         """The table, and whether the requirements are met."""
         points = self.points[-1:] if last_only else self.points
-        found = table(
+        rows = table(
             "width | patches | tp at its best | tp communicates | sp communicates | sp sends | tp sends | "
             "collectives sp, tp | saved activations sp, tp | tp / sp time: median [min, max]",
             [self._row(p) for p in points],
         )
         if last_only:
-            return found.splitlines()[-1]
+            return rows.splitlines()[-1]
         head = f"Vision encoder, {self.layers} layers, {self.ranks} ranks, forward and backward; per rank."
         skipped = [f"Skipped as too long for this machine: {s}." for s in self.skipped]
-        return "\n\n".join([head, found, *skipped, "\n".join(f"- {v}" for v in self.verdicts())])
+        return "\n\n".join([head, rows, *skipped, "\n".join(f"- {v}" for v in self.verdicts())])
 
     def _row(self, p: dict[str, Any]) -> str:
         best, traffic = p["best_tp"], p["traffic"]
@@ -110,7 +113,7 @@ class EncoderReport:
         )
 
     def verdicts(self) -> list[str]:
-        """The requirements, each with what was found."""
+        """The requirements, each with the measured value."""
         if not self.points:
             return []
         busy = [p for p in self.points if p["shares"][p["best_tp"]] >= COMMUNICATING]
@@ -177,10 +180,12 @@ def _axes(x: str, y: str) -> tuple[Any, Any]:
 # Whole steps
 # ---------------------------------------------------------------------------------------------------------
 
-OURS, UNIFORM = ("sp|tp", "sp|sp", "sp|cp", "sp|dp", "dp|dp"), "tp|tp"
-"""What names of systems begin with; of several of a kind, the fastest in a case stands for it."""
+OURS, UNIFORM = ("sp|tp", "sp|sp", "sp|cp", "sp|dp", "dp|dp"), ("tp|tp",)
+"""Prefixes of systems' names; the fastest of a kind in a case represents it."""
+KINDS = {"best layout": OURS, "tp": UNIFORM, "FSDP2": ("fsdp",), "DDP": ("ddp",)}
+"""What plots compare, with the prefixes of systems' names."""
 ZERO, LESS_TIME, LESS_MEMORY = " zero", 0.95, 1.0
-"""What names of systems with ZeRO 3 end with, and the most that one of them may take of FSDP2's time and memory."""
+"""Suffix of systems with ZeRO 3, and the maximum that one of them may take of FSDP2's time and memory."""
 
 
 @dataclass
@@ -189,51 +194,82 @@ class StepReport:
 
     size: ModelSize
     ranks: int
+    parameters: int
     rows: list[dict[str, Any]] = field(default_factory=list)
     same_loss: bool = True
+    draws: list[str] = field(default_factory=list)
 
     def add(
         self, case: Case, steps: dict[str, list[Any]], traffic: dict[str, list[Any]], peaks: dict[str, list[int]]
     ) -> None:
         """Take one case: steps by system, round and rank; traffic and peak memory by system and rank."""
+        if case.is_drawn:
+            self.draws.append(case.description)
         seconds = {name: [max(r.seconds for r in ranks) for ranks in rounds] for name, rounds in steps.items()}
         losses = [rounds[0][0].loss for rounds in steps.values()]
         self.same_loss = self.same_loss and max(losses) - min(losses) <= 1e-3 * max(losses)
         ours = min((s for name, s in seconds.items() if name.startswith(OURS)), key=median, default=None)
         for name, rounds in steps.items():
             self.rows.append({
-                "case": str(case),
-                "patches": case.patches,
-                "images": case.images,
+                "case": case.name,
                 "system": name,
                 "tokens_per_s": rounds[0][0].tokens / median(seconds[name]),
                 "seconds": seconds[name],
                 "cpu_seconds": [sum(r.cpu_seconds for r in ranks) for ranks in rounds],
                 "peak_bytes": max(peaks[name]),
                 "ratio": asdict(Ratio.of(seconds[name], ours)) if ours else None,
-                **_traffic(rounds, traffic[name]),
+                **_traffic(rounds, traffic[name], case.steps),
             })  # fmt: skip
 
     def text(self, last_only: bool = False) -> str:
         """The table, and what was checked. With `last_only` the rows of the latest case."""
         latest = self.rows[-1]["case"] if self.rows else ""
         rows = [self._row(r) for r in self.rows if not last_only or r["case"] == latest]
-        found = table(
+        details = table(
             "data | system | tokens/s | peak memory per rank | sent in a step | collectives | vision sends | "
             "vision collectives | vision's share communicating | time / time of ours at its best",
             rows,
         )
         if last_only:
-            return "\n".join(found.splitlines()[2:])
+            return "\n".join(details.splitlines()[2:])
         size = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in asdict(self.size).items())
-        head = f"Whole training steps, {self.ranks} ranks, global batch of 4 samples, fp32. Model: {size}."
+        head = (
+            f"Whole training steps, {self.ranks} ranks on {_processors()}, global batch of {SAMPLES} samples, fp32. "
+            f"Model: {self.parameters / 1e6:.1f} M parameters; {size}."
+        )
         notes = (
-            "Ours: sp, tp (vision, text) and the like. `whole`: activations not split over tp. `zero`: ZeRO 3, with tp "
+            "Ours: sp, tp (vision, text) and the like; the best layout is the fastest of them here. FSDP2 and DDP: one "
+            "sample per rank. `whole`: activations not split over tp. `zero`: ZeRO 3, with tp "
             "of the encoder alone. `ep`: experts divided over all ranks. Ratio: median [min, max] of rounds. "
             "Memory: resident (of the allocator on a GPU), above what the process held before the model was built. "
             "All compute their products by the library that PyTorch takes."
         )
-        return "\n\n".join([head, found, notes, "\n".join(f"- {v}" for v in self.verdicts())])
+        return "\n\n".join(
+            [head, self.summary(), details, notes, *self.draws, "\n".join(f"- {v}" for v in self.verdicts())]
+        )
+
+    def summary(self) -> str:
+        """A short table: the time of each kind of system relative to our best layout, median [min, max] of rounds."""
+        names = list(KINDS)
+        rows = []
+        for case, systems in self._by_kind().items():
+            ours = systems[names[0]]
+            ratios = [
+                str(Ratio.of(systems[name]["seconds"], ours["seconds"])) if name in systems else "—"
+                for name in names[1:]
+            ]
+            rows.append(" | ".join([case, ours["system"].replace("|", ", "), *ratios]))
+        return table(" | ".join(["pictures", f"{names[0]} (vision, text)", *names[1:]]), rows)
+
+    def _by_kind(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """By case, and by kind of system, the row of the fastest system. Cases without one of ours are left out."""
+        result: dict[str, dict[str, dict[str, Any]]] = {}
+        for case in dict.fromkeys(row["case"] for row in self.rows):
+            for kind, prefixes in KINDS.items():
+                rows = [row for row in self.rows if row["case"] == case and row["system"].startswith(prefixes)]
+                if rows:
+                    result.setdefault(case, {})[kind] = min(rows, key=lambda row: median(row["seconds"]))
+        return {case: systems for case, systems in result.items() if next(iter(KINDS)) in systems}
 
     def _row(self, r: dict[str, Any]) -> str:
         vision = ("—", "—", "—")
@@ -260,8 +296,8 @@ class StepReport:
                 against = {f"best uniform tp ({best['system'].replace('|', ', ')})": best, **against}
                 share = max(r["vision_bytes"] for r in ours) / min(r["vision_bytes"] for r in uniform)
                 lines.append(verdict(share <= TRAFFIC, f"{case}: sp's vision traffic is {share:.1%} of tp's"))
-            found = [f"{name} {Ratio(**row['ratio'])}" for name, row in against.items() if row]
-            lines.append(f"REPORT: {case}: time over that of ours: {'; '.join(found)}")
+            ratios = [f"{name} {Ratio(**row['ratio'])}" for name, row in against.items() if row]
+            lines.append(f"REPORT: {case}: time over that of ours: {'; '.join(ratios)}")
             shared = [row for name, row in rows.items() if name.endswith(ZERO)]
             if shared and (fsdp := rows.get("fsdp")):
                 lines.append(_against_fsdp(case, shared, fsdp))
@@ -274,32 +310,53 @@ class StepReport:
     def write(self, folder: Path) -> None:
         """Table, numbers and plot."""
         name = "experts" if self.size.experts else "qwen3_5" if self.size.attention_every else "step"
+        name = "pictures" if self.draws else name
         write(folder, name, self.text(), asdict(self), self._figure())
 
     def _figure(self) -> Any:
-        figure, axes = _axes("", "tokens / s, over ours")
-        cases, systems = (list(dict.fromkeys(r[key] for r in self.rows)) for key in ("case", "system"))
-        for i, name in enumerate(systems):
-            ratios = [Ratio(**r["ratio"]) for r in self.rows if r["system"] == name and r["ratio"]]
-            height = [1 / r.median for r in ratios]
-            spread = [[1 / r.median - 1 / r.high for r in ratios], [1 / r.low - 1 / r.median for r in ratios]]
-            places = [k + 0.8 * i / len(systems) - 0.4 for k in range(len(ratios))]
-            axes.bar(places, height, 0.8 / len(systems), yerr=spread, capsize=2, label=name.replace("|", ", "))
-        axes.set_xticks(range(len(cases)), [case.replace(" in ", "\n") for case in cases], fontsize=8)
-        axes.axhline(1.0, color="grey", linewidth=1)
-        axes.legend(fontsize=8)
+        """Tokens per second, a group of bars for each case; whiskers are the fastest and the slowest round."""
+        figure, axes = _axes("", "tokens per second")
+        cases = self._by_kind()
+        width = 0.8 / len(KINDS)
+        for number, kind in enumerate(KINDS):
+            rows = [(place, systems[kind]) for place, systems in enumerate(cases.values()) if kind in systems]
+            if not rows:
+                continue
+            heights = [row["tokens_per_s"] for _, row in rows]
+            tokens = [row["tokens_per_s"] * median(row["seconds"]) for _, row in rows]
+            slowest = [count / max(row["seconds"]) for count, (_, row) in zip(tokens, rows, strict=True)]
+            fastest = [count / min(row["seconds"]) for count, (_, row) in zip(tokens, rows, strict=True)]
+            spread = [
+                [height - low for height, low in zip(heights, slowest, strict=True)],
+                [high - height for height, high in zip(heights, fastest, strict=True)],
+            ]
+            places = [place + width * (number + 0.5) - 0.4 for place, _ in rows]
+            axes.bar(places, heights, width, yerr=spread, capsize=2, label=kind, color=f"C{number}")
+        best = [systems[next(iter(KINDS))]["system"].replace("|", ", ") for systems in cases.values()]
+        labels = [f"{fill(case, 22)}\nbest: {layout}" for case, layout in zip(cases, best, strict=True)]
+        axes.set_xticks(range(len(cases)), labels, fontsize=9)
+        model = f"{FAMILIES[self.size.family].title} with {self.parameters / 1e6:.0f} M parameters"
+        axes.set_title(f"Training {model}, fp32, {self.ranks} ranks on {_processors()}", fontsize=10)
+        axes.set_ylim(top=1.15 * axes.get_ylim()[1])
+        axes.legend(fontsize=9, ncols=len(KINDS), loc="upper center")
         figure.tight_layout()
         return figure
 
 
+def _processors() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
+
+
 def _against_fsdp(case: str, shared: Sequence[dict[str, Any]], fsdp: dict[str, Any]) -> str:
-    found, passed = [], False
+    shares, passed = [], False
     for row in shared:
         time, memory = Ratio.of(row["seconds"], fsdp["seconds"]), row["peak_bytes"] / fsdp["peak_bytes"]
         passed |= time.median <= LESS_TIME and memory <= LESS_MEMORY
-        found.append(f"{row['system'].replace('|', ', ')} {time} of its time, {memory:.2f} of its memory")
+        shares.append(f"{row['system'].replace('|', ', ')} {time} of its time, {memory:.2f} of its memory")
     wanted = f"at most {LESS_TIME} of FSDP2's time in at most {LESS_MEMORY} of its memory"
-    return verdict(passed, f"{case}: ZeRO 3 takes {wanted}; {'; '.join(found)}")
+    return verdict(passed, f"{case}: ZeRO 3 takes {wanted}; {'; '.join(shares)}")
 
 
 def _shares(row: dict[str, Any], fsdp: dict[str, Any]) -> str:
@@ -308,20 +365,21 @@ def _shares(row: dict[str, Any], fsdp: dict[str, Any]) -> str:
     return f"{row['system'].replace('|', ', ')} {', '.join([*times, *rest])}"
 
 
-def _traffic(rounds: list[list[Any]], ranks: list[Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "bytes": max(t.bytes for t in ranks),
-        "collectives": max(t.collectives for t in ranks),
-        "seconds_communicating": mean(t.seconds for t in ranks),
+def _traffic(rounds: list[list[Any]], ranks: list[Any], steps: int) -> dict[str, Any]:
+    """What is sent in each of the `steps` of a case, on average."""
+    result: dict[str, Any] = {
+        "bytes": max(t.bytes for t in ranks) / steps,
+        "collectives": round(max(t.collectives for t in ranks) / steps),
+        "seconds_communicating": mean(t.seconds for t in ranks) / steps,
         "vision_bytes": None,
         "vision_collectives": None,
         "vision_share": None,
     }
     if ranks[0].vision_bytes is not None:
         vision_seconds = median(mean(rank.vision_seconds for rank in one) for one in rounds)
-        found |= {
-            "vision_bytes": max(t.vision_bytes for t in ranks),
-            "vision_collectives": max(t.vision_collectives for t in ranks),
+        result |= {
+            "vision_bytes": max(t.vision_bytes for t in ranks) / steps,
+            "vision_collectives": round(max(t.vision_collectives for t in ranks) / steps),
             "vision_share": mean(t.vision_seconds for t in ranks) / vision_seconds,
         }
-    return found
+    return result

@@ -1,7 +1,7 @@
 """Compares layouts and rivals: `python -m benchmarks.step [--encoder-only] [--help]`.
 
 Starts its own ranks, runs all systems in turn within each round, and compares times of the same round only, so that
-a machine that others use too disturbs numerator and denominator alike. Writes a table, the numbers and a plot to
+load from others on the machine affects numerator and denominator equally. Writes a table, the numbers and a plot to
 `benchmarks/results`.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.crew import Crew
-from benchmarks.material import Case, write_material
+from benchmarks.material import Case, count_parameters, write_material
 from benchmarks.measuring.material import ANSWER, ModelSize
 from benchmarks.report import EncoderReport, StepReport
 from megatron_hetero.models.items.pictures import ImageSize
@@ -41,6 +41,16 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--encoder-only", action="store_true", help="time the vision encoder over a sweep of widths")
     parser.add_argument("--patches", type=_numbers, default=[1024, 4096, 16384], help="patches per step")
     parser.add_argument("--images", type=_numbers, default=[4, 1], help="images per step that these are spread over")
+    parser.add_argument(
+        "--pictures",
+        type=lambda text: text.split(","),
+        default=["even"],
+        help="even: squares of the same size; llava: sizes drawn as in LLaVA-1.5; or even,llava",
+    )
+    parser.add_argument("--steps", type=int, default=4, help="drawn steps of llava")
+    parser.add_argument(
+        "--seed", type=int, default=10, help="of llava's draw; 10 is the first whose four steps are as uneven as many"
+    )
     parser.add_argument("--words", type=_numbers, default=[ANSWER], help="words of an answer")
     parser.add_argument("--long", type=int, default=0, help="words of the answer of the last sample, if they differ")
     parser.add_argument("--rounds", type=int, default=5, help="times that every system runs")
@@ -61,7 +71,7 @@ def _options() -> argparse.Namespace:
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    return [int(number) for number in text.split(",")]
 
 
 _WHOLE = ("--vision-sequence_parallel", "false", "--text-sequence_parallel", "false")
@@ -71,6 +81,7 @@ _SYSTEMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "sp|tp whole": ("Ours", ("sp:{n}", "tp:{n}", *_WHOLE)),
     "tp|tp": ("Ours", ("tp:{n}", "tp:{n}")),
     "tp|tp whole": ("Ours", ("tp:{n}", "tp:{n}", *_WHOLE)),
+    "sp|dp": ("Ours", ("sp:{n}", "dp:{n}")),
     "dp|dp": ("Ours", ("dp:{n}", "dp:{n}")),
     "sp|tp zero": ("Ours", ("sp:{n}", "tp:{n}", "--vision-zero", "3")),
     "sp|dp zero": ("Ours", ("sp:{n}", "dp:{n}", *_ZERO)),
@@ -78,7 +89,7 @@ _SYSTEMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "fsdp": ("Plain", ("fsdp",)),
     "ddp": ("Plain", ("ddp",)),
 }
-"""Name to class of `benchmarks.systems` and what it is made with. `whole`: activations are not split over tp. `zero`:
+"""By name, a class of `benchmarks.systems` and its arguments. `whole`: activations are not split over tp. `zero`:
 ZeRO 3, of the encoder or of both modules.
 """
 _SPARSE: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -107,18 +118,23 @@ _DELTA: dict[str, tuple[str, tuple[str, ...]]] = {
 def _whole_steps(options: argparse.Namespace, folder: Path) -> StepReport:
     import benchmarks.systems
 
-    wanted = product(options.images, options.patches, options.words)
-    cases = [Case(patches, images, words, options.long) for images, patches, words in wanted]
     size = ModelSize(**{f.name: getattr(options, f.name) for f in fields(ModelSize)})
+    cases = []
+    if "even" in options.pictures:
+        wanted = product(options.images, options.patches, options.words)
+        cases += [Case.even(patches, images, size.patch, words, options.long) for images, patches, words in wanted]
+    if "llava" in options.pictures:
+        cases += [Case.llava(options.steps, options.seed, words) for words in options.words]
     write_material(folder, size, cases)
+    steps = [case.steps for case in cases]
     crews: dict[str, Crew] = {}
     systems = _SPARSE if size.experts else _DELTA if size.attention_every else _SYSTEMS
     for number, name in enumerate(options.systems or systems):
         kind, values = systems[name]
         values = tuple(value.format(n=options.ranks, half=options.ranks // 2) for value in values)
         build = getattr(benchmarks.systems, kind)
-        crews[name] = Crew(options.ranks, folder / f"store-{number}", build, folder, len(cases), *values)
-    report = StepReport(size, options.ranks)
+        crews[name] = Crew(options.ranks, folder / f"store-{number}", build, folder, steps, *values)
+    report = StepReport(size, options.ranks, count_parameters(folder))
     for number, case in enumerate(cases):
         report.add(case, *_measure_case(crews, number, options.rounds))
         print(report.text(last_only=True), flush=True)

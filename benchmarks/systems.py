@@ -1,12 +1,16 @@
-"""The systems that are compared. Each takes the same orders: `step` and `traffic` of a case, by its number."""
+"""The systems that are compared. Each takes the same orders: `step`, `peak_bytes` and `traffic` of a case, by its
+number. A case has one or more global batches, which are trained on one after the other.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from statistics import mean
 from typing import Any
 from unittest import mock
 
@@ -39,8 +43,8 @@ MAX_PIXELS = 4_000_000
 
 @dataclass(frozen=True)
 class StepResult:
-    """One rank's step: seconds of all of it, of the processor's time, and of the vision module's two passes (None where
-    they are not told apart), the loss of the global batch, and its tokens."""
+    """One rank's steps of a case: seconds of all of it, of the processor's time, and of the vision module's two passes
+    (None where they are not measured), the mean loss, and the tokens of all global batches."""
 
     seconds: float
     cpu_seconds: float
@@ -51,7 +55,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Traffic:
-    """One rank's collectives: of the step, and of the vision module's passes (None where they are not told apart)."""
+    """One rank's collectives in the steps of a case, and those of the vision module's passes (None: not measured)."""
 
     bytes: float
     collectives: int
@@ -62,7 +66,7 @@ class Traffic:
 
 
 class PhaseWatch(Stopwatch):
-    """The program's own stopwatch, which also tells a meter what is running, and keeps its last reading."""
+    """The program's stopwatch, which also reports to a meter what is running, and stores its last reading."""
 
     def __init__(self, platform: Platform):
         super().__init__(platform)
@@ -86,7 +90,7 @@ class PhaseWatch(Stopwatch):
 
 @contextlib.contextmanager
 def _sums_apart(meter: CollectiveMeter) -> Iterator[None]:
-    """Inside, sums of gradients that begin within a module's backward pass do not count as its own."""
+    """Inside, sums of gradients that begin within a module's backward pass are not counted as the module's."""
     real = BucketSums._start
 
     def start(sums: BucketSums, place: int) -> None:
@@ -103,7 +107,7 @@ class Ours:
     that PyTorch takes for the rivals', too: it is layouts that are compared.
     """
 
-    def __init__(self, platform: Platform, folder: Path, cases: int, vision: str, text: str, *more: str):
+    def __init__(self, platform: Platform, folder: Path, steps: Sequence[int], vision: str, text: str, *more: str):
         # For good: the process has nothing else to do.
         mock.patch.object(products, "has_onednn", _never).start()
         self.memory = Memory(platform)
@@ -120,16 +124,21 @@ class Ours:
         self.run = build_run(load_config([*flags.split(), *more]), platform)
         self.watch = PhaseWatch(platform)
         self.run.trainer.runner.watch = self.watch
-        self.batches = [self.run.loader.load(i + 1, map) for i in range(cases)]
+        self.batches = [[self.run.loader.load(1 + number, map) for number in case] for case in _numbers(steps)]
 
     def step(self, case: int) -> StepResult:
         """Train once on a case."""
+        losses, tokens, vision_seconds = [], 0, 0.0
         dist.barrier()
         start, busy = time.perf_counter(), time.process_time()
-        metrics = self.run.trainer.train_step(1, self.batches[case])
+        for batch in self.batches[case]:
+            metrics = self.run.trainer.train_step(1, batch)
+            losses.append(metrics.loss)
+            tokens += metrics.tokens
+            vision_seconds += self.watch.last.get("vision", 0.0)
         self.run.trainer.optimizer.wait_for_weights()  # Other steps follow none but after a barrier.
         seconds, busy = time.perf_counter() - start, time.process_time() - busy
-        return StepResult(seconds, busy, self.watch.last.get("vision", 0.0), metrics.loss, metrics.tokens)
+        return StepResult(seconds, busy, vision_seconds, mean(losses), tokens)
 
     def peak_bytes(self, case: int) -> int:
         """Train once on a case; the peak memory of that."""
@@ -139,7 +148,8 @@ class Ours:
         """Train once on a case, with every collective timed."""
         meter = self.watch.meter = CollectiveMeter(timed=True)
         with meter, _sums_apart(meter):
-            self.run.trainer.train_step(1, self.batches[case])
+            for batch in self.batches[case]:
+                self.run.trainer.train_step(1, batch)
         self.watch.meter = None
         vision = meter.of("vision")
         return Traffic(
@@ -153,11 +163,11 @@ class Ours:
 class Plain:
     """`transformers` with SDPA, data parallel, one sample per rank: `wrap` shards or replicates it.
 
-    A rank whose sample has no picture encodes a dummy of four patches, as data-parallel trainers must: one that left
-    the encoder out would not take part in its collectives.
+    A rank whose sample has no picture encodes a dummy of four patches, as data-parallel trainers must: a rank that
+    skipped the encoder would miss its collectives.
     """
 
-    def __init__(self, platform: Platform, folder: Path, cases: int, wrap: str):
+    def __init__(self, platform: Platform, folder: Path, steps: Sequence[int], wrap: str):
         from transformers import AutoModelForImageTextToText
 
         self.platform, self.memory = platform, Memory(platform)
@@ -169,7 +179,9 @@ class Plain:
         registry = {"d": DatasetConfig(annotations=folder / "data.jsonl", images=folder / "images")}
         mixture = Mixture.parse(("d",), registry, False, 0)
         processor = Processor.from_folder(folder / "model", PixelLimits(None, MAX_PIXELS))
-        self.batches = [plain_batch(mixture, processor, i, platform.device) for i in range(cases)]
+        self.batches = [
+            [plain_batch(mixture, processor, number, platform.device) for number in case] for case in _numbers(steps)
+        ]
 
     def step(self, case: int) -> StepResult:
         """Train once on a case."""
@@ -178,7 +190,7 @@ class Plain:
         loss = self._train(case)
         self.platform.synchronize()
         seconds, busy = time.perf_counter() - start, time.process_time() - busy
-        return StepResult(seconds, busy, None, loss, self.batches[case]["tokens"])
+        return StepResult(seconds, busy, None, loss, sum(batch["tokens"] for batch in self.batches[case]))
 
     def peak_bytes(self, case: int) -> int:
         """Train once on a case; the peak memory of that."""
@@ -192,8 +204,12 @@ class Plain:
         return Traffic(*_totals(meter.records))
 
     def _train(self, case: int) -> float:
+        """The mean loss of the case's steps."""
+        return mean(self._train_step(batch["inputs"]) for batch in self.batches[case])
+
+    def _train_step(self, inputs: dict[str, Any]) -> float:
         self.optimizer.zero_grad()
-        loss = self.model(**self.batches[case]["inputs"])
+        loss = self.model(**inputs)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -218,9 +234,15 @@ class LossOf(torch.nn.Module):
         return self.model(**inputs).loss + nothing
 
 
-def plain_batch(mixture: Mixture, processor: Processor, case: int, device: torch.device) -> dict[str, Any]:
-    """This rank's sample of a case as `transformers` takes it, and the tokens of the global batch."""
-    samples = [processor.tokenize(mixture[case * SAMPLES + k]) for k in range(SAMPLES)]
+def _numbers(steps: Sequence[int]) -> list[range]:
+    """The numbers of the global batches of each case, of which there are `steps`."""
+    stops = list(accumulate(steps))
+    return [range(stop - count, stop) for stop, count in zip(stops, steps, strict=True)]
+
+
+def plain_batch(mixture: Mixture, processor: Processor, number: int, device: torch.device) -> dict[str, Any]:
+    """This rank's sample of a global batch as `transformers` takes it, and the tokens of the batch."""
+    samples = [processor.tokenize(mixture[number * SAMPLES + k]) for k in range(SAMPLES)]
     mine = samples[dist.get_rank()]
     supervised = sum(int(sample.supervised.sum()) for sample in samples)
     inputs = {"dummy": None, "dummy_grid": None, **plain_inputs(mine, processor)}

@@ -2,9 +2,9 @@
 
     python -m examples.answer_questions HF_DIR --annotations FILE [--images DIR] [--adapter DIR] [--blank]
 
-The model does not run in the layers it was trained with, so the rate verifies the export too. The first question of
-each record is answered greedily. `--adapter` puts a PEFT folder on the model with `peft`. `--blank` shows pictures and
-videos in one colour instead: the rate of guessing.
+The model runs in other layers than those that trained it, so the rate verifies the export too. The first question of
+each record is answered greedily. `--adapter` adds the adapters of a PEFT folder by `peft`. `--blank` replaces pictures
+and videos by one colour, which gives the rate of guessing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Answerer:
     def __init__(
         self, folder: Path, device: str, marks: Literal["video", "pairs"] = "video", adapter: Path | None = None
     ) -> None:
-        """Raises `UserError` if the folder lacks files, or weights, which transformers would initialise at random."""
+        """Raises `UserError` if the folder lacks files or weights: transformers would initialise them at random."""
         self.processor = Processor.from_folder(folder, SimpleNamespace(video=VideoConfig(marks=marks)))
         tokenizer: Any = self.processor.tokenizer
         tokenizer.pad_token = tokenizer.pad_token or END_OF_TURN  # Any token will do: padding is masked.
@@ -67,7 +67,7 @@ class Answerer:
                 PeftModel.from_pretrained(model, adapter)  # Into the model itself.
         self.model: Any = model.to(device).eval()
         end = tokenizer.convert_tokens_to_ids(END_OF_TURN)
-        # In place of the folder's settings, such as sampling and penalties.
+        # Replaces the folder's settings, such as sampling and penalties.
         self.model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=tokenizer.pad_token_id)
 
     @torch.no_grad()
@@ -86,30 +86,32 @@ class Answerer:
         inputs = {"input_ids": ids, "attention_mask": mask, **self._items(samples, ids, blank)}
         # Positions as in training: those of transformers overlap after videos of Qwen2.5-VL.
         deltas = positions.amax(dim=(0, 2))[:, None] + 1 - mask.sum(dim=1, keepdim=True)
-        known = tuple(each.to(self.model.device) for each in (positions, deltas))
-        self.model.model.get_rope_index = lambda *_, **__: known
+        rope_index = tuple(tensor.to(self.model.device) for tensor in (positions, deltas))
+        self.model.model.get_rope_index = lambda *_, **__: rope_index
         moved = {name: each.to(self.model.device) for name, each in inputs.items()}
         output = self.model.generate(**moved, max_new_tokens=max_new_tokens)
         texts = self.processor.tokenizer.batch_decode(output[:, longest:], skip_special_tokens=True)
         return [text.strip() for text in texts]
 
     def _items(self, samples: Sequence[TokenizedSample], ids: Tensor, blank: bool) -> dict[str, Tensor]:
-        """What the model takes beside tokens. `blank`: in the mean colour."""
-        config, parts, grids = self.model.config, dict[str, list[Tensor]](), dict[str, list[list[int]]]()
+        """Patches and grids of pictures and videos. `blank`: in the mean colour."""
+        config, patches_by_modality = self.model.config, dict[str, list[Tensor]]()
+        grids_by_modality = dict[str, list[list[int]]]()
         for sample in samples:
             for k, (ref, sizes) in enumerate(zip(sample.record.items, sample.pieces, strict=True)):
                 pieces = [Piece(number, size) for number, size in enumerate(sizes)]
                 patches = torch.from_numpy(self.processor.patches(sample.record, k, pieces))
                 name, whole = ref.field.modality, [len(sizes), *sizes[0][1:]]  # type: ignore[index]
-                parts.setdefault(name, []).append(torch.zeros_like(patches) if blank else patches)
-                grids.setdefault(name, []).append(whole)
+                patches_by_modality.setdefault(name, []).append(torch.zeros_like(patches) if blank else patches)
+                grids_by_modality.setdefault(name, []).append(whole)
         kinds = {"image": (config.image_token_id, 1, ""), "video": (config.video_token_id, 2, "_videos")}
-        found = {"mm_token_type_ids": torch.zeros_like(ids)}
+        inputs = {"mm_token_type_ids": torch.zeros_like(ids)}
         for name, (token, kind, tail) in kinds.items():
-            if name in parts:
-                found["mm_token_type_ids"] += kind * (ids == token)
-                found |= {f"pixel_values{tail}": torch.cat(parts[name]), f"{name}_grid_thw": torch.tensor(grids[name])}
-        return found
+            if name in patches_by_modality:
+                inputs["mm_token_type_ids"] += kind * (ids == token)
+                inputs[f"pixel_values{tail}"] = torch.cat(patches_by_modality[name])
+                inputs[f"{name}_grid_thw"] = torch.tensor(grids_by_modality[name])
+        return inputs
 
 
 def _first_answer(record: Record) -> int:

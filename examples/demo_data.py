@@ -16,11 +16,13 @@ from megatron_hetero import UserError
 LENGTH, SIDE, PATCH = 24, 48, 16
 """Tokens of a sample, pixels of a picture's side and of a patch's."""
 ROWS = (SIDE // PATCH) ** 2
-"""That an encoder makes of a picture."""
+"""Rows that an encoder computes for a picture."""
 
 
 class Sample(NamedTuple):
-    """Its number; tokens, int64 [LENGTH], 0 in place of rows; which are answers; pictures, [n, 3, SIDE, SIDE]."""
+    """A sample: its number; its tokens, int64 [LENGTH], 0 in place of rows; a mask of the answer's tokens, fp32; its
+    pictures, [n, 3, SIDE, SIDE].
+    """
 
     number: int
     tokens: Tensor
@@ -29,12 +31,12 @@ class Sample(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """That its pictures become."""
+        """Rows that an encoder computes for its pictures."""
         return ROWS * len(self.pictures)
 
 
 def read_data(folder: Path, device: torch.device) -> tuple[list[Sample], int]:
-    """The samples, and the number of words."""
+    """Return the samples, and the size of the vocabulary. Raises `UserError`."""
     if not (folder / "train.jsonl").is_file():
         raise UserError.at(
             "--data",
@@ -43,19 +45,18 @@ def read_data(folder: Path, device: torch.device) -> tuple[list[Sample], int]:
         )
     with open(folder / "train.jsonl", encoding="utf-8") as file:
         records = [json.loads(line) for line in file]
-    turns = [[turn["value"].replace("<image>", "").split() for turn in r["conversations"]] for r in records]
-    words = {word: at for at, word in enumerate(sorted({w for each in turns for turn in each for w in turn}), 2)}
+    turns = [[turn["value"].replace("<image>", "").split() for turn in record["conversations"]] for record in records]
+    vocabulary = sorted({word for conversation in turns for turn in conversation for word in turn})
+    words = {word: number for number, word in enumerate(vocabulary, 2)}  # 0 is a row, 1 padding.
     samples = []
     for number, (record, (question, answer)) in enumerate(zip(records, turns, strict=True)):
         files = record.get("image", [])
         files = [files] if isinstance(files, str) else files
-        shown = [
-            np.asarray(Image.open(folder / "images" / f).resize((SIDE, SIDE)), np.float32) / 128 - 1 for f in files
-        ]
-        pictures = torch.from_numpy(np.array(shown, np.float32).reshape(-1, SIDE, SIDE, 3)).permute(0, 3, 1, 2)
-        said = [0] * (ROWS * len(files)) + [words[word] for word in question + answer]
-        tokens = torch.tensor((said + [1] * LENGTH)[:LENGTH])
+        pixels = [np.asarray(Image.open(folder / "images" / name).resize((SIDE, SIDE)), np.float32) for name in files]
+        pictures = torch.from_numpy(np.array(pixels, np.float32).reshape(-1, SIDE, SIDE, 3) / 128 - 1)
+        ids = [0] * (ROWS * len(files)) + [words[word] for word in question + answer]
+        tokens = torch.tensor((ids + [1] * LENGTH)[:LENGTH])
         places = torch.arange(LENGTH)
-        answers = ((places >= len(said) - len(answer)) & (places < len(said))).float()
-        samples.append(Sample(number, *(each.to(device) for each in (tokens, answers, pictures))))
+        answers = ((places >= len(ids) - len(answer)) & (places < len(ids))).float()
+        samples.append(Sample(number, *(each.to(device) for each in (tokens, answers, pictures.permute(0, 3, 1, 2)))))
     return samples, len(words) + 2

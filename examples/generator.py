@@ -1,7 +1,7 @@
-"""A text module feeds a generator: each in a layout of its own, one step by one schedule.
+"""A text module feeds a generator: each in a layout of its own, in one schedule.
 
-The text module has two pipeline stages where its layout has. It predicts tokens, for a loss of its own, and makes a row
-for each sample, of which the generator makes a picture. Any two layouts of replicas and stages will do:
+The text module, which may have two pipeline stages, predicts tokens, for a loss of its own, and computes a row for each
+sample, from which the generator draws a picture. Both may have replicas, on the same ranks or on others:
 
     torchrun --nproc-per-node 4 examples/generator.py dp:4 dp:4
     torchrun --nproc-per-node 4 examples/generator.py pp:2,dp:2 dp:4
@@ -23,30 +23,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_hetero import (
-    Graph,
-    MicroBatchInputs,
-    Rows,
-    Runner,
-    Stage,
-    UserError,
-    build,
-    build_optimizers,
-    guarded,
-    process_group,
-)
-from megatron_hetero.groups.topology import Topology
+import megatron_hetero as mh
 
 TEXT, GENERATOR = "text", "generator"
 TOKENS, WORDS, WIDTH, SIDE = 5, 16, 32, 6
 SAMPLES, MICRO_BATCHES, STEPS, CLIP = 12, 4, 10, 1.0
 TOLERANCE = 1e-4
-GRAPH = Graph({TEXT: [GENERATOR]}, width=WIDTH, dtype=torch.float32)
+GRAPH = mh.Graph({TEXT: [GENERATOR]}, width=WIDTH, dtype=torch.float32)
 AdamW = partial(torch.optim.AdamW, lr=3e-3)
 
 
 class Text(nn.Module):
-    """Predicts each token from those before it."""
+    """Predicts each token from the previous ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +73,7 @@ def models() -> dict[str, nn.Module]:
 
 
 def batch(samples: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-    """The input of each module: counts from any number, and pictures with a bar of that height."""
+    """The input of each module: tokens that count from a number, and pictures with a bar of that height."""
     starts = torch.tensor(samples, dtype=torch.int64, device=device)
     tokens = (starts[:, None] + torch.arange(TOKENS, device=device)) % WORDS
     heights = torch.arange(SIDE * SIDE, device=device) < (2 * (starts % WORDS))[:, None]
@@ -98,43 +86,43 @@ def micro_batches(step: int) -> list[list[int]]:
     return [list(range(first + m * SAMPLES, first + (m + 1) * SAMPLES)) for m in range(MICRO_BATCHES)]
 
 
-def part_of(topology: Topology, samples: Sequence[int]) -> MicroBatchInputs:
-    """This rank's part. Each sample has a row."""
-    own = {name: topology.shard(name, samples) for name in topology.layouts if topology.has(name)}
-    inputs = {name: batch(numbers, topology.platform.device)[name] for name, numbers in own.items()}
-    return MicroBatchInputs(inputs, {(TEXT, GENERATOR): Rows(samples=len(samples), rows_per_sample=1)})
+def inputs_of(topology: mh.Topology, samples: Sequence[int]) -> mh.MicroBatchInputs:
+    """This rank's inputs of a micro-batch. Each sample has a row."""
+    shards = {name: topology.shard(name, samples) for name in topology.layouts if topology.has(name)}
+    inputs = {name: batch(numbers, topology.platform.device)[name] for name, numbers in shards.items()}
+    return mh.MicroBatchInputs(inputs, {(TEXT, GENERATOR): mh.Rows(samples=len(samples), rows_per_sample=1)})
 
 
-def stage_of(topology: Topology) -> int:
+def stage_of(topology: mh.Topology) -> int:
     """The rank's stage of the text module."""
     return topology.layouts[TEXT].coordinate(topology.rank).pp
 
 
-def train(topology: Topology) -> dict[str, nn.Module]:
-    """This rank's part of the modules after training."""
-    own = {name: model.to(topology.platform.device) for name, model in models().items() if topology.has(name)}
-    stages: dict[str, Any] = dict(own)
+def train(topology: mh.Topology) -> dict[str, nn.Module]:
+    """This rank's modules, or stages of them, after training."""
+    local = {name: model.to(topology.platform.device) for name, model in models().items() if topology.has(name)}
+    stages: dict[str, Any] = dict(local)
     if topology.has(TEXT) and topology.layouts[TEXT].pp > 1:
-        text: Any = own[TEXT]
+        text: Any = local[TEXT]
         is_first = stage_of(topology) == 0
-        own[TEXT] = nn.ModuleList([text.words, text.mix] if is_first else [text.top, text.head])
-        stages[TEXT] = text.first if is_first else Stage(text.last, lambda tokens: (*tokens.shape, WIDTH))
-    run = Runner(topology, stages)
-    optimizer = build_optimizers(topology, own, AdamW, clip_grad=CLIP)
+        local[TEXT] = nn.ModuleList([text.words, text.mix] if is_first else [text.top, text.head])
+        stages[TEXT] = text.first if is_first else mh.Stage(text.last, lambda tokens: (*tokens.shape, WIDTH))
+    run = mh.Runner(topology, stages)
+    optimizer = mh.build_optimizers(topology, local, AdamW, clip_grad=CLIP)
     for step in range(STEPS):
-        loss = run([part_of(topology, samples) for samples in micro_batches(step)]).loss
+        loss = run([inputs_of(topology, samples) for samples in micro_batches(step)]).loss
         optimizer.step(tokens=MICRO_BATCHES * SAMPLES)
         optimizer.zero_grad()
         dist.all_reduce(loss)
         if topology.rank == 0:
             print(f"step {step + 1}/{STEPS}: loss {loss.item() / (MICRO_BATCHES * SAMPLES):.4f}")
-    return own
+    return local
 
 
 def train_alone(device: torch.device) -> dict[str, Any]:
     """The same in one process, without this library."""
     modules: dict[str, Any] = {name: model.to(device) for name, model in models().items()}
-    parameters = [p for model in modules.values() for p in model.parameters()]
+    parameters = [weight for model in modules.values() for weight in model.parameters()]
     optimizer = AdamW(parameters)
     for step in range(STEPS):
         for samples in micro_batches(step):
@@ -146,20 +134,20 @@ def train_alone(device: torch.device) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     text = modules[TEXT]
-    parts = {0: nn.ModuleList([text.words, text.mix]), 1: nn.ModuleList([text.top, text.head])}
-    return modules | {f"{TEXT} in stages": parts}
+    stages = [nn.ModuleList([text.words, text.mix]), nn.ModuleList([text.top, text.head])]
+    return modules | {f"{TEXT} in stages": stages}
 
 
-def difference(topology: Topology, found: Mapping[str, nn.Module], alone: Mapping[str, Any]) -> float:
+def difference(topology: mh.Topology, trained: Mapping[str, nn.Module], alone: Mapping[str, Any]) -> float:
     """The largest difference of a weight on any rank."""
-    worst = torch.zeros((), device=topology.platform.device)
-    for name, module in found.items():
+    largest = torch.zeros((), device=topology.platform.device)
+    for name, module in trained.items():
         staged = name == TEXT and topology.layouts[TEXT].pp > 1
         other = alone[f"{TEXT} in stages"][stage_of(topology)] if staged else alone[name]
-        for a, b in zip(module.parameters(), other.parameters(), strict=True):
-            worst = torch.maximum(worst, (a - b).abs().max().detach())
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return worst.item()
+        for weight, expected in zip(module.parameters(), other.parameters(), strict=True):
+            largest = torch.maximum(largest, (weight - expected).abs().max().detach())
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()
 
 
 def main(argv: Sequence[str]) -> None:
@@ -167,17 +155,19 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", help="layout, such as dp:4 or pp:2,dp:2")
     parser.add_argument("generator", help="layout, such as dp:4")
-    given = parser.parse_args(argv)
-    with process_group():
-        topology = build(GRAPH, text=given.text, generator=given.generator)
+    options = parser.parse_args(argv)
+    with mh.process_group():
+        topology = mh.build(GRAPH, text=options.text, generator=options.generator)
         if topology.layouts[TEXT].pp > 2:
-            raise UserError(f"text layout `{given.text}`: found {topology.layouts[TEXT].pp} stages, expected 1 or 2")
-        found = difference(topology, train(topology), train_alone(topology.platform.device))
+            raise mh.UserError(
+                f"text layout `{options.text}`: found {topology.layouts[TEXT].pp} stages, expected 1 or 2"
+            )
+        largest = difference(topology, train(topology), train_alone(topology.platform.device))
         if topology.rank == 0:
-            print(f"weights: {found:.1e} from those of one process")
-        if not found < TOLERANCE:
-            raise RuntimeError(f"found a difference of {found:.1e}, expected less than {TOLERANCE:.0e}")
+            print(f"weights: {largest:.1e} from those of one process")
+        if not largest < TOLERANCE:
+            raise RuntimeError(f"found a difference of {largest:.1e}, expected less than {TOLERANCE:.0e}")
 
 
 if __name__ == "__main__":
-    guarded(main, sys.argv[1:])
+    mh.guarded(main, sys.argv[1:])

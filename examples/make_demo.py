@@ -1,4 +1,4 @@
-"""Creates everything for a first training run: a small model, drawn pictures or videos with questions, a configuration.
+"""Creates what a first training run needs: a small model, drawn pictures or videos with questions, a configuration.
 
     python -m examples.make_demo DIR [--model FAMILY] [--data image|video] [--adapt TRAINED] [--seed N] [--force]
 
@@ -6,11 +6,11 @@ DIR/model/               a model in `transformers` format: random weights, token
 DIR/data/train.jsonl     questions about pictures, LLaVA-style
 DIR/data/heldout.jsonl   questions about combinations of properties that training never shows
 DIR/data/images/         the pictures, or the videos
-DIR/data/reversed.jsonl  of videos alone: the held-out ones played backwards, with the other answers
+DIR/data/reversed.jsonl  with videos only: the held-out ones played backwards, with other answers
 DIR/config.yaml          the configuration of the run
 DIR/demo.json            the options of the demo
 
-With `--adapt` there is no model: low-rank adapters teach the trained one other names of colours.
+With `--adapt` no model is written: low-rank adapters teach the trained one other names of colours.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from megatron_hetero.data.tokenizer import check_folder
 from megatron_hetero.groups.launch import ended
 from megatron_hetero.models.registry import titles
 
-# Moved into place in this order: a folder with the marker is complete.
+# Moved into place in this order, so that a folder with the marker is complete.
 MARKER = "demo.json"
-PARTS = ("model", "data", "config.yaml", MARKER)
+ENTRIES = ("model", "data", "config.yaml", MARKER)
 # Increment when the same options produce other bytes.
 FORMAT = 4
 WORK = ".making-"
@@ -78,10 +78,10 @@ export: {{hf_dir: {export}}}
 """
 SETTINGS = {"balance": "", "text": "tp:2", "samples": 32}
 SETTINGS |= {"base": "model", "lora": "", "steps": 450, "rate": 0.002, "export": "trained"}
-# The projector, which would train in full beside adapters, is frozen: they alone learn.
+# The projector, which would train in full beside adapters, is frozen, so that only adapters learn.
 LORA_SETTINGS = {"balance": ", freeze: [projector]", "lora": ", lora: {r: 4}", "steps": 200, "rate": 0.006}
 LORA_SETTINGS |= {"export": "adapter"}
-# Experts are split over ranks that have all other weights.
+# Experts are divided over the ranks; each rank has all other weights.
 EXPERT_SETTINGS = {"balance": ", router_aux_loss_coef: 0.001", "text": "dp:2,ep:2", "samples": 16}
 VIDEO_CONFIG = f"  video: {{fps: {RATE}, min_frames: 2}}\n"
 
@@ -97,7 +97,7 @@ class DemoOptions:
     model: str = FAMILIES[0]
     data: Literal["image", "video"] = "image"
     base: str = ""
-    """Folder of the trained model, if adapters are to learn."""
+    """Folder of the trained model that adapters are trained beside, if any."""
 
 
 def make_demo(folder: Path, options: DemoOptions | None = None, *, force: bool = False) -> None:
@@ -106,7 +106,7 @@ def make_demo(folder: Path, options: DemoOptions | None = None, *, force: bool =
     Args:
         folder: new or empty.
         options: seed and sizes.
-        force: replace `model/`, `data/`, `config.yaml` and `demo.json` in a folder, whole; other content stays.
+        force: replace `model/`, `data/`, `config.yaml` and `demo.json` in the folder; other content stays.
 
     Raises:
         UserError: the folder has content, or cannot be written.
@@ -119,7 +119,7 @@ def make_demo(folder: Path, options: DemoOptions | None = None, *, force: bool =
                 folder,
                 found=f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}",
                 expected="a new or empty folder",
-                because=f"{', '.join(PARTS)} would be replaced",
+                because=f"{', '.join(ENTRIES)} would be replaced",
                 fix="choose another DIR, or pass --force to replace those, with all that is in them",
             )
         _write_all(folder, options or DemoOptions())
@@ -132,12 +132,12 @@ def _write_all(folder: Path, options: DemoOptions) -> None:
     """Write to a temporary folder, then move: an interrupted run leaves no partial demo."""
     with tempfile.TemporaryDirectory(prefix=WORK, dir=folder) as name:
         new = Path(name)
-        _write_parts(new, options, folder)
+        _write_entries(new, options, folder)
         (folder / MARKER).unlink(missing_ok=True)
-        for part in PARTS:
-            _remove(folder / part)
-            if (new / part).exists():
-                (new / part).rename(folder / part)
+        for entry in ENTRIES:
+            _remove(folder / entry)
+            if (new / entry).exists():
+                (new / entry).rename(folder / entry)
 
 
 def _remove(path: Path) -> None:
@@ -147,8 +147,8 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _write_parts(folder: Path, options: DemoOptions, target: Path) -> None:
-    """Write to `folder` what will be in `target`."""
+def _write_entries(folder: Path, options: DemoOptions, target: Path) -> None:
+    """Write to `folder` what will be moved to `target`."""
     data = folder / "data"
     (data / "images").mkdir(parents=True)
     if options.data == "video":
@@ -212,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         parser.add_argument(flag, type=partial(at_least, least), default=value, help=f"{text} (default {value})")
     parser.add_argument(
-        "--force", action="store_true", help=f"replace {', '.join(PARTS)} in DIR, whole, and nothing else"
+        "--force", action="store_true", help=f"replace {', '.join(ENTRIES)} in DIR, whole, and nothing else"
     )
     return parser
 

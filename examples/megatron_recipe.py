@@ -1,14 +1,14 @@
 """A SigLIP tower of `transformers` feeds a `GPTModel` of Megatron-Core, which may have pipeline stages, by a schedule.
 
-The tower has replicas, whose weights they share if you like (ZeRO); the text model any `tp`, `pp` and `dp`. Weights are
-in bfloat16, with masters that take 2 bytes more (`master="split"`), and gradients are summed within the last backward
-pass of a step:
+The tower has replicas, which may shard its weights (ZeRO); the text model any `tp`, `pp` and `dp`. Weights are in
+bfloat16, with masters that take 2 bytes more (`master="split"`), and gradients are summed within the last backward pass
+of a step:
 
     make demo/demo.json                                                               # draws the data, once
     torchrun --nproc-per-node 4 examples/megatron_recipe.py dp:4 tp:2,pp:2
     torchrun --nproc-per-node 4 examples/megatron_recipe.py dp:2@0-1 tp:2@2-3 --zero 3
     torchrun --nproc-per-node 4 examples/megatron_recipe.py dp:1@0 pp:3@1-3 --data demo/data --steps 20
-    torchrun --nproc-per-node 2 examples/megatron_recipe.py dp:2 dp:2 --checkpoints runs/recipe  # goes on from there
+    torchrun --nproc-per-node 2 examples/megatron_recipe.py dp:2 dp:2 --checkpoints runs/recipe  # resumes from there
 
 It learns to answer questions about pictures. `recipe.py` is a shorter program to copy, without stages.
 """
@@ -31,37 +31,38 @@ from siglip_gpt import HIDDEN, TextStage, Tower
 from torch import Tensor, nn
 
 import megatron_hetero as mh
-from megatron_hetero.groups.topology import Topology
 
 SAMPLES, MICRO_BATCHES, RATE, CLIP = 16, 4, 2e-3, 1.0
 GRAPH = mh.Graph({"vision": ["text"]}, width=HIDDEN, dtype=torch.bfloat16)
 
 
-def graph_of(topology: Topology) -> mh.Graph:
+def graph_of(topology: mh.Topology) -> mh.Graph:
     """The graph that `build` was given."""
     assert topology.graph is not None
     return topology.graph
 
 
-def part_of(topology: Topology, batch: Sequence[Sample]) -> mh.MicroBatchInputs:
-    """This rank's part."""
-    own = {name: topology.shard(name, batch) for name in topology.layouts}
+def inputs_of(topology: mh.Topology, batch: Sequence[Sample]) -> mh.MicroBatchInputs:
+    """This rank's inputs of a micro-batch."""
+    inputs: dict[str, Any] = {}
+    if topology.has("vision"):
+        pictures = [batch[0].pictures[:0], *(sample.pictures for sample in topology.shard("vision", batch))]
+        inputs["vision"] = torch.cat(pictures).to(graph_of(topology).dtype)
+    if topology.has("text"):
+        inputs["text"] = topology.shard("text", batch)
     rows = mh.Rows(samples=len(batch), rows_per_sample=[sample.rows for sample in batch])
-    pictures = torch.cat([sample.pictures for sample in own["vision"]]) if own["vision"] else batch[0].pictures[:0]
-    pictures = pictures.to(graph_of(topology).dtype)
-    inputs = {"vision": pictures, "text": own["text"]}
-    return mh.MicroBatchInputs({name: inputs[name] for name in own if topology.has(name)}, {("vision", "text"): rows})
+    return mh.MicroBatchInputs(inputs, {("vision", "text"): rows})
 
 
-def build_models(topology: Topology, words: int) -> dict[str, nn.Module]:
-    """The modules of this rank."""
+def build_models(topology: mh.Topology, words: int) -> dict[str, nn.Module]:
+    """Modules of this rank, the text model's stage among them."""
     modules: dict[str, nn.Module] = {"vision": Tower()} if topology.has("vision") else {}
     modules |= {"text": TextStage(topology, words)} if topology.has("text") else {}
     return {name: module.to(topology.platform.device, graph_of(topology).dtype) for name, module in modules.items()}
 
 
 def train(
-    topology: Topology,
+    topology: mh.Topology,
     modules: dict[str, nn.Module],
     samples: Sequence[Sample],
     steps: int,
@@ -69,7 +70,7 @@ def train(
     zero: Literal[1, 2, 3] = 1,
     checkpoints: Path | None = None,
 ) -> Iterator[tuple[list[Sample], Tensor]]:
-    """The samples and the loss of each step, once its gradients are finished."""
+    """Yield the samples and the loss of each step, once its gradients are finished and before its update."""
     algorithms = {"vision": mh.AdamW(lr=RATE, zero=zero, master="split"), "text": mh.AdamW(lr=RATE, master="split")}
     optimizer = mh.build_optimizers(topology, modules, algorithms, clip_grad=CLIP)
     run = mh.Runner(topology, modules, optimizer=optimizer)
@@ -78,7 +79,7 @@ def train(
     for step in range(first, first + steps):
         batch = [samples[(step * SAMPLES + i) % len(samples)] for i in range(SAMPLES)]
         tokens = torch.stack([sample.answers for sample in batch]).sum()
-        loss = run([part_of(topology, batch[at : at + size]) for at in range(0, SAMPLES, size)])
+        loss = run([inputs_of(topology, batch[at : at + size]) for at in range(0, SAMPLES, size)])
         optimizer.finish_gradients(tokens)
         yield batch, mh.total_loss(topology, "text", loss) / tokens
         optimizer.step(tokens=None)  # Gradients are finished. One norm, one clip over all modules.
@@ -102,8 +103,8 @@ def main(argv: Sequence[str]) -> None:
         mh.prepare_megatron(topology, seed=1)
         samples, words = read_data(options.data, platform.device)
         modules = build_models(topology, words)
-        own: dict[str, Any] = {"zero": options.zero, "checkpoints": options.checkpoints}
-        for number, (_, loss) in enumerate(train(topology, modules, samples, options.steps, **own), 1):
+        steps = train(topology, modules, samples, options.steps, zero=options.zero, checkpoints=options.checkpoints)
+        for number, (_, loss) in enumerate(steps, 1):
             if dist.get_rank() == 0:
                 print(f"step {number}/{options.steps}: loss {loss.item():.4f}")
 

@@ -20,16 +20,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_hetero import Boundary, Layout, UserError, guarded, micro_batch, process_group
-from megatron_hetero.groups.topology import Topology
+import megatron_hetero as mh
 
 VISION, TEXT = "vision", "text"
 WIDTH, ROWS, SIDE, LABELS = 32, 4, 8, 4
-SAMPLES, MICRO_BATCHES, STEPS, RATE = 12, 2, 30, 3e-3
+SAMPLES, MICRO_BATCHES, STEPS, LEARNING_RATE = 12, 2, 30, 3e-3
 TOLERANCE = 1e-4
+GRAPH = mh.Graph({VISION: [TEXT]}, width=WIDTH, dtype=torch.float32)
 
 
-def build() -> dict[str, nn.Module]:
+def build_modules() -> dict[str, nn.Module]:
     """The same weights on all ranks. Pictures, [n, 64], to rows, [n, 4 * 32]; rows of a sample, [n, 128], to logits."""
     torch.manual_seed(0)
     vision = nn.Sequential(nn.Linear(SIDE * SIDE, WIDTH), nn.GELU(), nn.Linear(WIDTH, ROWS * WIDTH))
@@ -48,23 +48,23 @@ def labels_of(samples: Sequence[int], device: torch.device) -> Tensor:
 
 
 def pictures_of(samples: Sequence[int], device: torch.device) -> Tensor:
-    """Noise, [n, 64], which is the brighter the larger the label."""
+    """Noise, [n, 64], brighter for larger labels."""
     noise = [torch.randn(SIDE**2, generator=torch.Generator().manual_seed(number)) for number in samples]
     return torch.stack([torch.zeros(SIDE**2), *noise])[1:].to(device) + 2.0 * labels_of(samples, device)[:, None]
 
 
-def train(topology: Topology) -> dict[str, nn.Module]:
+def train(topology: mh.Topology) -> dict[str, nn.Module]:
     """This rank's modules after training."""
     device = topology.platform.device
-    modules = {name: module.to(device) for name, module in build().items() if topology.has(name)}
-    optimizers = [torch.optim.AdamW(module.parameters(), lr=RATE) for module in modules.values()]
-    boundary = Boundary.open(topology, VISION, TEXT, width=WIDTH, dtype=torch.float32)
+    modules = {name: module.to(device) for name, module in build_modules().items() if topology.has(name)}
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE) for module in modules.values()]
+    boundary = mh.Boundary.open(topology, VISION, TEXT)
 
     for step in range(STEPS):
         for batch in micro_batches(step):
-            seen, read = topology.shard(VISION, batch), topology.shard(TEXT, batch)
-            pictures, labels = pictures_of(seen, device), labels_of(read, device)
-            with micro_batch(boundary):
+            pictures = pictures_of(topology.shard(VISION, batch), device)
+            labels = labels_of(topology.shard(TEXT, batch), device)
+            with mh.micro_batch(boundary):
                 plan = boundary.plan(samples=len(batch), rows_per_sample=ROWS)
                 rows = boundary(plan, modules[VISION](pictures).view(-1, WIDTH) if VISION in modules else None)
                 if TEXT in modules:
@@ -81,8 +81,8 @@ def train(topology: Topology) -> dict[str, nn.Module]:
 
 def train_alone(device: torch.device) -> dict[str, nn.Module]:
     """The same in one process, without this library."""
-    modules = {name: module.to(device) for name, module in build().items()}
-    optimizer = torch.optim.AdamW([p for module in modules.values() for p in module.parameters()], lr=RATE)
+    modules = {name: module.to(device) for name, module in build_modules().items()}
+    optimizer = torch.optim.AdamW([p for module in modules.values() for p in module.parameters()], lr=LEARNING_RATE)
     for step in range(STEPS):
         for batch in micro_batches(step):
             rows = modules[VISION](pictures_of(batch, device)).view(-1, WIDTH)
@@ -93,16 +93,16 @@ def train_alone(device: torch.device) -> dict[str, nn.Module]:
 
 
 def loss_of(text: nn.Module, rows: Tensor, labels: Tensor) -> Tensor:
-    """The sum over samples: how many a rank has is not the same everywhere."""
+    """The sum over samples, not the mean, since ranks may have different numbers of samples."""
     return F.cross_entropy(text(rows.reshape(-1, ROWS * WIDTH)), labels, reduction="sum")
 
 
-def differences(found: Mapping[str, nn.Module], expected: Mapping[str, nn.Module]) -> list[float]:
-    """Between weights of the modules of this rank and those of one process."""
+def differences(trained: Mapping[str, nn.Module], expected: Mapping[str, nn.Module]) -> list[float]:
+    """The largest difference of each weight of this rank from the one in `expected`."""
     return [
-        float((a - b).detach().abs().max())
-        for name, module in found.items()
-        for a, b in zip(module.parameters(), expected[name].parameters(), strict=True)
+        float((weight - other).detach().abs().max())
+        for name, module in trained.items()
+        for weight, other in zip(module.parameters(), expected[name].parameters(), strict=True)
     ]
 
 
@@ -111,25 +111,23 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("vision", nargs="?", help="layout: dp")
     parser.add_argument("text", nargs="?", help="layout: dp")
-    given = parser.parse_args(argv)
-    with process_group() as platform:
-        world = dist.get_world_size()
-        texts = [text or f"dp:{world}" for text in (given.vision, given.text)]
-        layouts = {
-            name: Layout.parse(text, world, module=name) for name, text in zip((VISION, TEXT), texts, strict=True)
-        }
-        for name, layout in layouts.items():
+    options = parser.parse_args(argv)
+    with mh.process_group():
+        everywhere = f"dp:{dist.get_world_size()}"
+        topology = mh.build(GRAPH, {VISION: options.vision or everywhere, TEXT: options.text or everywhere})
+        for name, layout in topology.layouts.items():
             if layout.dp != layout.size:
-                raise UserError.at(f"{name} layout", found=f"`{layout}`", expected="replicas only", fix="use dp")
-        topology = Topology.build(layouts, platform, edges=[(VISION, TEXT)], planned=[(VISION, TEXT)])
-        found, expected = train(topology), train_alone(platform.device)
-        apart = torch.tensor(max(differences(found, expected)), device=platform.device)
-        dist.all_reduce(apart, dist.ReduceOp.MAX)
-        if dist.get_rank() == 0:
-            print(f"{STEPS} steps: weights within {apart.item():.1e} of those of one process")
-        if not apart.item() < TOLERANCE:
-            raise RuntimeError(f"check: found weights {apart.item():.1e} apart, expected less than {TOLERANCE:.0e}")
+                raise mh.UserError(
+                    f"{name} layout `{layout}`: found other axes than dp, which this example has; use dp"
+                )
+        trained, expected = train(topology), train_alone(topology.platform.device)
+        largest = torch.tensor(max(differences(trained, expected)), device=topology.platform.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        if topology.rank == 0:
+            print(f"{STEPS} steps: weights within {largest.item():.1e} of those of one process")
+        if not largest.item() < TOLERANCE:
+            raise RuntimeError(f"found weights {largest.item():.1e} apart, expected less than {TOLERANCE:.0e}")
 
 
 if __name__ == "__main__":
-    guarded(main, sys.argv[1:])
+    mh.guarded(main, sys.argv[1:])

@@ -18,8 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
-from megatron_hetero import place_rows
-from megatron_hetero.groups.topology import Topology
+import megatron_hetero as mh
 
 HIDDEN, HEADS, LAYERS = 64, 4, 6
 
@@ -36,7 +35,7 @@ class Tower(nn.Module):
         self.tower, self.projector = SiglipVisionModel(config), nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, pictures: Tensor) -> Tensor:
-        # A rank without a picture runs all layers too: under FSDP2 they communicate. SigLIP takes no empty batch.
+        # A rank without a picture runs all layers too, which communicate under FSDP2. SigLIP takes no empty batch.
         shown = pictures if len(pictures) else pictures.new_zeros(1, 3, SIDE, SIDE)
         rows = self.projector(self.tower(shown).last_hidden_state)
         return rows[: len(pictures)].flatten(0, 1)
@@ -45,7 +44,7 @@ class Tower(nn.Module):
 class TextStage(nn.Module):
     """This rank's stage of the text model, as `mh.Runner` calls it."""
 
-    def __init__(self, topology: Topology, words: int):
+    def __init__(self, topology: mh.Topology, words: int):
         super().__init__()
         layout, groups = topology.layouts["text"], topology.collection("text")
         self.stage, self.tp = layout.coordinate(topology.rank).pp, layout.tp
@@ -61,18 +60,18 @@ class TextStage(nn.Module):
         )  # fmt: skip
 
     def units(self) -> list[nn.Module]:
-        """What waits for its own weights, in the order in which it runs: they are gathered beside the stages before."""
+        """The modules whose weights are gathered one by one, in the order in which they run."""
         return [*([self.model.embedding] if self.stage == 0 else []), *self.model.decoder.layers]
 
     def hidden_shape(self, batch: Sequence[Sample]) -> tuple[int, int, int]:
         return LENGTH // self.tp, len(batch), HIDDEN
 
     def forward(self, batch: Sequence[Sample], arrived: Tensor) -> Tensor:
-        """Hidden states, or on the last stage the sum of losses. `arrived`: rows, or the stage before's states."""
+        """Hidden states, or on the last stage the sum of losses. `arrived`: rows, or the previous stage's states."""
         tokens = torch.stack([sample.tokens for sample in batch])
         positions, embedded = torch.arange(LENGTH, device=tokens.device).expand_as(tokens), None
         if self.stage == 0:
-            embedded = place_rows(self.model.embedding(tokens, positions), arrived, tokens == 0, length_first=True)
+            embedded = mh.place_rows(self.model.embedding(tokens, positions), arrived, tokens == 0, length_first=True)
             if self.tp > 1:
                 embedded = scatter_to_sequence_parallel_region(embedded, group=self.model.pg_collection.tp)
         else:

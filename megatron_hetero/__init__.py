@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megatron_hetero.boundary.boundary import Boundary, Rows, micro_batch, place_rows
     from megatron_hetero.checkpoint.library import load_checkpoint, save_checkpoint
     from megatron_hetero.groups.launch import guarded, process_group
-    from megatron_hetero.groups.topology import build
+    from megatron_hetero.groups.topology import Topology, build
     from megatron_hetero.layout.graph import Graph
     from megatron_hetero.layout.layout import Layout
     from megatron_hetero.schedule.contract import MicroBatchInputs
@@ -44,6 +44,7 @@ __all__ = [
     "Rows",
     "Runner",
     "Stage",
+    "Topology",
     "UserError",
     "build",
     "build_optimizers",
@@ -65,7 +66,7 @@ _HOMES = {
     "boundary.boundary": "Boundary Rows micro_batch place_rows",
     "checkpoint.library": "load_checkpoint save_checkpoint",
     "groups.launch": "guarded process_group",
-    "groups.topology": "build",
+    "groups.topology": "Topology build",
     "base.errors": "UserError",
     "layout.graph": "Graph",
     "layout.layout": "Layout",

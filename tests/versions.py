@@ -3,7 +3,7 @@
     python -m tests.versions                  all rows, with the tests in SUBSET
     python -m tests.versions --all oldest     one row, with all tests
 
-Without --all, results are recorded in tests/versions.json, and in tables of README.md and tests/versions.md.
+Without --all, results are recorded in tests/versions.json, and in tables of docs/installation.md and tests/versions.md.
 
 A row takes its own version of Python from PATH, or from pyenv; one without is a failure. Environments are kept in
 .versions/ and brought up to date when they are used again; where torch comes as a CUDA build, one takes about 6 GB. The
@@ -252,7 +252,7 @@ def with_tables(page: str, text: str) -> str:
     return text
 
 
-PAGES = {"README.md": ("versions",), "tests/versions.md": ("megatron", "torch")}
+PAGES = {"docs/installation.md": ("versions",), "tests/versions.md": ("megatron", "torch")}
 
 
 def main() -> int:

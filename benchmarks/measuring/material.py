@@ -46,28 +46,36 @@ class ModelSize:
         return 14 if self.family == "qwen2_5_vl" else 16
 
 
-def write_samples(folder: Path, size: ModelSize, sides: Sequence[int], words: Sequence[int] | None = None) -> None:
-    """`folder/model`, and `folder/data.jsonl` in which each sample has a picture of `sides` pixels, 0 being none, and
-    an answer of so many `words`, or `ANSWER`.
+def write_samples(
+    folder: Path,
+    size: ModelSize,
+    pictures: Sequence[int | tuple[int, int] | None],
+    words: Sequence[int] | None = None,
+) -> None:
+    """`folder/model`, and `folder/data.jsonl` in which each sample has one of `pictures` (the side of a square, or
+    width and height, in pixels; 0 or None: no picture), and an answer of `words` words, or `ANSWER`.
     """
     _write_model(folder / "model", size)
     (folder / "images").mkdir()
     rng = random.Random(0)
-    counts = zip(sides, words or [ANSWER] * len(sides), strict=True)
-    records = [_record(folder, side, count, f"{i}.png", rng) for i, (side, count) in enumerate(counts)]
+    counts = zip(pictures, words or [ANSWER] * len(pictures), strict=True)
+    records = [_record(folder, picture, count, f"{i}.png", rng) for i, (picture, count) in enumerate(counts)]
     (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
-def _record(folder: Path, side: int, words: int, name: str, rng: random.Random) -> dict[str, object]:
+def _record(
+    folder: Path, picture: int | tuple[int, int] | None, words: int, name: str, rng: random.Random
+) -> dict[str, object]:
     question, answer = (" ".join(rng.choices(WORDS, k=n)) for n in (12, words))
     turns = [
-        {"from": "human", "value": ("<image>\n" if side else "") + question},
+        {"from": "human", "value": ("<image>\n" if picture else "") + question},
         {"from": "gpt", "value": answer},
     ]
-    if not side:
+    if not picture:
         return {"conversations": turns}
-    picture = Image.frombytes("RGB", (side, side), rng.randbytes(3 * side**2))
-    picture.save(folder / "images" / name, compress_level=0)
+    width, height = (picture, picture) if isinstance(picture, int) else picture
+    pixels = Image.frombytes("RGB", (width, height), rng.randbytes(3 * width * height))
+    pixels.save(folder / "images" / name, compress_level=0)
     return {"conversations": turns, "image": name}
 
 

@@ -14,19 +14,18 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from megatron_hetero import Layout, UserError, build
-from megatron_hetero.groups.platform import CPU, Platform
-from megatron_hetero.groups.topology import Topology
+from megatron_hetero.groups.platform import CPU
 from tests.functional.forked import Forked
 from tests.support.matrix import thinned
 from tests.support.ranks import on_ranks
 
 ROOT = Path(__file__).parents[2]
-PLATFORM = Platform(CPU, "gloo")
 # Encoder, decoder.
 PLACEMENTS = [
     ("dp:4", "sp:2,dp:2"),  # colocated, gradients of rows in parts
@@ -40,47 +39,41 @@ PLACEMENTS = [
 
 @pytest.mark.parametrize("encoder, decoder", PLACEMENTS)
 @on_ranks(4)
-def test_losses_and_gradients_are_those_of_one_process(encoder: str, decoder: str) -> None:
-    """The example compares them itself."""
-    from examples.custom_modules import Options, train
+def test_custom_modules_train_as_in_one_process(encoder: str, decoder: str) -> None:
+    from examples import custom_modules as example
 
-    said: list[str] = []
-    options = Options(encoder, decoder, steps=2, micro_batches=5, samples=5, check=True)
-    losses = train(options, Platform(CPU, "gloo"), said.append)
-    of_ranks: list[Any] = [None] * 4
-    dist.all_gather_object(of_ranks, losses)
-    assert len(losses) == 2 and of_ranks == [losses] * 4
-    if dist.get_rank() == 0:
-        assert said[0].startswith("encoder dp:") and "from one process" in said[-1]
+    topology = build(example.GRAPH, encoder=encoder, decoder=decoder)
+    example.require_layouts(topology.layouts)
+    with contextlib.redirect_stdout(io.StringIO()):
+        trained, losses = example.train(topology)
+    assert example.difference(topology, trained) < example.TOLERANCE
+    losses_by_rank: list[Any] = [None] * 4
+    dist.all_gather_object(losses_by_rank, losses)
+    assert losses_by_rank == [losses] * 4 and losses[-1] < losses[0] / 2
 
 
 @on_ranks(4)
 def test_more_replicas_than_samples() -> None:
-    from examples.custom_modules import Options, train
+    from examples import custom_modules as example
 
-    train(Options("dp:4", "dp:4", steps=1, micro_batches=4, samples=2, check=True), Platform(CPU, "gloo"), print)
-
-
-@on_ranks(4)
-def test_it_learns() -> None:
-    from examples.custom_modules import Options, train
-
-    losses = train(Options(steps=12), Platform(CPU, "gloo"), print)
-    assert losses[-1] < losses[0] / 2
+    with mock.patch.object(example, "SAMPLES", 2), contextlib.redirect_stdout(io.StringIO()):
+        topology = build(example.GRAPH, encoder="dp:4", decoder="dp:4")
+        trained, _ = example.train(topology)
+        assert example.difference(topology, trained) < example.TOLERANCE
 
 
 @on_ranks(4)
-def test_layouts_that_do_not_fit_are_refused() -> None:
-    from examples.custom_modules import Options, train
+def test_layouts_that_the_example_does_not_support_are_refused() -> None:
+    from examples import custom_modules as example
 
-    for options, found in (
-        (Options("tp:4"), "found 1 attention heads and tp:4"),
-        (Options(decoder_parallel="cp:4"), "axis cp): found cp:4, expected cp:1"),
-        (Options("dp:2@0-1", "dp:1@2"), "ranks 3: found no module"),
-        (Options(decoder_parallel="pp:4"), "found 2 layers and pp:4"),
+    for encoder, decoder, module in (
+        ("tp:4", "dp:4", "encoder"),
+        ("dp:4", "cp:4", "decoder"),
+        ("dp:4", "pp:4", "decoder"),
     ):
-        with pytest.raises(UserError, match=re.escape(found)):
-            train(options, Platform(CPU, "gloo"), print)
+        layouts = {"encoder": Layout.parse(encoder, 4), "decoder": Layout.parse(decoder, 4)}
+        with pytest.raises(UserError, match=f"{module} layout"):
+            example.require_layouts(layouts)
 
 
 @pytest.mark.parametrize(
@@ -100,8 +93,7 @@ def test_layouts_that_do_not_fit_are_refused() -> None:
 def test_the_plain_loop_trains_as_one_process_does(vision: str, text: str) -> None:
     from examples import plain_loop
 
-    layouts, edges = {"vision": Layout.parse(vision, 4), "text": Layout.parse(text, 4)}, [("vision", "text")]
-    topology = Topology.build(layouts, Platform(CPU, "gloo"), edges=edges, planned=edges)
+    topology = build(plain_loop.GRAPH, vision=vision, text=text)
     found = plain_loop.differences(plain_loop.train(topology), plain_loop.train_alone(CPU))
     assert found and max(found) < 1e-5
 
@@ -133,12 +125,9 @@ def launched(program: str, *flags: str, ranks: int, folder: Path) -> list[str]:
 
 
 def test_under_torchrun(tmp_path: Path) -> None:
-    layouts = ("--encoder-parallel", "dp:1@0", "--decoder-parallel", "dp:1@1")
-    lines = launched("custom_modules.py", "--check", "--steps", "2", *layouts, ranks=2, folder=tmp_path)
-    first, *schedule, before, last = lines
-    assert first == "encoder dp:1@0, decoder dp:1@1"
-    assert [line.split()[:2] for line in schedule] == [["0", "encoder.0"], ["1", "decoder.0"]]
-    assert before.startswith("step 1/2: loss ") and last.startswith("step 2/2: loss ")
+    *steps, last = launched("custom_modules.py", "dp:1@0", "dp:1@1", ranks=2, folder=tmp_path)
+    assert steps and all(re.fullmatch(r"step \d+/\d+: loss \d\.\d+", line) for line in steps)
+    assert last.startswith("weights: ")
 
 
 def losses(lines: list[str]) -> dict[int, float]:
@@ -147,24 +136,34 @@ def losses(lines: list[str]) -> dict[int, float]:
     return {int(match[1]): float(match[2]) for match in found if match}
 
 
-RECIPE = ROOT / "examples/recipe.py"
+RECIPE, LINES = ROOT / "examples/recipe.py", ROOT / "examples/two_modules.py"
 
 
-def recipe(folder: Path) -> None:
-    """Run it in a folder."""
+def program(path: Path, folder: Path) -> None:
+    """Run an example in a folder."""
     os.chdir(folder)
-    runpy.run_path(str(RECIPE), run_name="__main__")
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def test_the_lines_of_the_readme_run(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"```python\n{LINES.read_text(encoding='utf-8')}```\n" in readme
+    with Forked(tmp_path / "said", program, [[LINES, tmp_path]] * 2) as run:
+        run.require_success()
+        assert [run.said(rank).splitlines()[-1] for rank in range(2)] == [
+            f"rank {rank}: the gradient is that of one process" for rank in range(2)
+        ]
 
 
 def trained(folder: Path, said: Path) -> dict[int, float]:
     """The losses of a run of the recipe on two ranks."""
-    with Forked(said, recipe, [[folder]] * 2) as run:
+    with Forked(said, program, [[RECIPE, folder]] * 2) as run:
         run.require_success()
         return losses(run.said(0).splitlines())
 
 
 def test_the_recipe_to_copy_learns_and_resumes(tmp_path: Path) -> None:
-    assert len(RECIPE.read_text(encoding="utf-8").splitlines()) <= 60
+    assert len(RECIPE.read_text(encoding="utf-8").splitlines()) <= 100
     first = trained(tmp_path, tmp_path / "first")
     assert list(first) == list(range(1, 21))
     shutil.rmtree(tmp_path / "runs/recipe/00000020")

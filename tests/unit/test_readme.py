@@ -1,6 +1,7 @@
 """README and docs agree with the code: flags, commands, links, examples.
 
-`python -m tests.unit.test_readme` writes the table of flags into docs/configuration.md.
+`python -m tests.unit.test_readme` writes the table of flags into docs/configuration.md, and the measured times of
+benchmarks/results/pictures.md into the README.
 """
 
 from __future__ import annotations
@@ -24,13 +25,25 @@ MAX_LINES = 150
 """Limit of the README; what is longer belongs in docs/."""
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BEGIN, END = "<!-- flags:begin -->\n", "<!-- flags:end -->"
+MEASURED = ROOT / "benchmarks/results/pictures.md"
+MEASURED_BEGIN, MEASURED_END = "<!-- pictures:begin -->\n", "<!-- pictures:end -->"
 FIX = "run `make readme`"
 
 
+def _replaced(text: str, begin: str, between: str, end: str) -> str:
+    before, _, rest = text.partition(begin)
+    return before + begin + between + end + rest.partition(end)[2]
+
+
 def _with_table(text: str) -> str:
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return before + BEGIN + flag_table_markdown() + END + after
+    return _replaced(text, BEGIN, flag_table_markdown(), END)
+
+
+def _with_measured(text: str) -> str:
+    """The README with the first table of the measurement."""
+    first = re.search(r"^(\|.*\n)+", MEASURED.read_text(encoding="utf-8"), re.MULTILINE)
+    assert first
+    return _replaced(text, MEASURED_BEGIN, first[0], MEASURED_END)
 
 
 def _blocks(page: Path, language: str) -> list[str]:
@@ -50,6 +63,12 @@ def test_the_table_of_flags_is_what_the_code_says() -> None:
     text = FLAGS.read_text(encoding="utf-8")
     assert text.count(BEGIN) == text.count(END) == 1
     assert text == _with_table(text), FIX
+
+
+def test_the_measured_times_are_those_of_the_benchmark() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert text.count(MEASURED_BEGIN) == text.count(MEASURED_END) == 1
+    assert text == _with_measured(text), FIX
 
 
 def test_the_readme_is_short() -> None:
@@ -140,3 +159,4 @@ def test_sessions_in_the_text_run(page: Path) -> None:
 
 if __name__ == "__main__":
     FLAGS.write_text(_with_table(FLAGS.read_text(encoding="utf-8")), encoding="utf-8")
+    README.write_text(_with_measured(README.read_text(encoding="utf-8")), encoding="utf-8")

@@ -123,6 +123,7 @@ def test_an_untrained_model_knows_nothing(
 def test_adapters_answer_as_merged_weights_do(demo: Path, data: tuple[Path, Path], tmp_path: Path):
     from peft import LoraConfig, PeftModel, get_peft_model
 
+    torch.manual_seed(0)  # Of the adapters' A, in whichever order tests run.
     base: Any = Answerer(demo / "model", "cpu")
     added: Any = get_peft_model(base.model, LoraConfig(r=2, target_modules=["q_proj", "down_proj", "qkv"]))
     for name, parameter in added.named_parameters():

@@ -17,7 +17,7 @@ from PIL import Image
 from examples import make_demo as command
 from examples.demo.model import EXPERTS, DemoSizes, model_config, train_tokenizer
 from examples.demo.records import COLOURS
-from examples.make_demo import FAMILIES, PARTS, DemoOptions, _make, _parser, main, make_demo
+from examples.make_demo import ENTRIES, FAMILIES, DemoOptions, _make, _parser, main, make_demo
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.data.processor import Processor
@@ -43,7 +43,7 @@ def test_the_same_seed_makes_the_same_bytes_and_another_seed_others(tmp_path: Pa
 
 
 def test_nothing_but_the_parts_is_left(demo: Path):
-    assert {path.name for path in demo.iterdir()} == set(PARTS)
+    assert {path.name for path in demo.iterdir()} == set(ENTRIES)
 
 
 def test_the_configuration_is_valid_and_its_files_are_there(demo: Path):
@@ -64,7 +64,7 @@ def test_it_runs_as_a_module(tmp_path: Path):
 def test_what_an_interrupted_run_left_is_no_obstacle(tmp_path: Path):
     (tmp_path / ".making-x" / "data").mkdir(parents=True)
     make_demo(tmp_path, TINY)
-    assert {path.name for path in tmp_path.iterdir()} == {*PARTS, ".making-x"}
+    assert {path.name for path in tmp_path.iterdir()} == {*ENTRIES, ".making-x"}
 
 
 def test_other_content_is_refused_and_with_force_only_the_parts_are_replaced(tmp_path: Path):
@@ -74,7 +74,7 @@ def test_other_content_is_refused_and_with_force_only_the_parts_are_replaced(tmp
     with pytest.raises(UserError, match="data, trained.*--force"):
         make_demo(tmp_path, TINY)
     make_demo(tmp_path, TINY, force=True)
-    assert {path.name for path in tmp_path.iterdir()} == {*PARTS, "trained"}
+    assert {path.name for path in tmp_path.iterdir()} == {*ENTRIES, "trained"}
     assert not (tmp_path / "data" / "old").exists()
 
 
@@ -112,7 +112,7 @@ def test_a_demo_of_each_family_can_be_trained(family: str, tmp_path: Path):
 def test_adapters_learn_other_names_of_colours(tmp_path: Path, demo: Path):
     folder, arguments = tmp_path / "lora", ["--train-pictures", "30", "--heldout-questions", "16"]
     assert main([str(folder), "--adapt", str(demo / "model"), *arguments]) == 0
-    assert {path.name for path in folder.iterdir()} == {*PARTS} - {"model"}
+    assert {path.name for path in folder.iterdir()} == {*ENTRIES} - {"model"}
     main([str(tmp_path / "plain"), *arguments])
     for split in ("train", "heldout"):
         found, before = (

@@ -225,7 +225,7 @@ def test_either_side_in_a_wrapper_of_pytorch(tower: str, model: str, vision: str
     link = Boundary.open(topology, "vision", "text") if inner else None
     mine, batch = torch.zeros(()), samples[:16]
     for at in range(0, 16, 4):
-        part = recipe.part_of(topology, batch[at : at + 4])
+        part = recipe.inputs_of(topology, batch[at : at + 4])
         if link is None:
             continue
         with micro_batch(link):
