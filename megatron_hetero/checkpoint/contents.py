@@ -44,9 +44,9 @@ def written(
             if frozen is not None and not parameter.requires_grad:
                 slices = [tensor_slice for tensor_slice in slices if tensor_slice.name in frozen]
             if optimizer is None or not parameter.requires_grad:
-                weights = module.data_parallel.weights(name)
+                weights = module.weights.values(name)
                 yield from _written_weights(slices, module, name, Plain(weights, weights.device), shapes)
-            elif not module.data_parallel.sharded:
+            elif not module.weights.sharded:
                 yield from _written_weights(slices, module, name, optimizer.shards[name].master, shapes)
             elif name in optimizer.shards:
                 yield from _written_shard(slices, parameter, optimizer.shards[name], shapes)
@@ -56,9 +56,9 @@ def _written_weights(
     slices: Sequence[TensorSlice], module: TrainedModule, name: str, stored: Stored, shapes: Mapping[str, Shape]
 ) -> Iterator[Entry]:
     """Yield an equal part of weights that all data- and context-parallel ranks have; else the part of this rank."""
-    group, parameter, (begin, end) = module.replicas, module.parameters[name], module.data_parallel.stored(name)
+    group, parameter, (begin, end) = module.replicas, module.parameters[name], module.weights.stored(name)
     start, stop = begin, end
-    if not module.data_parallel.reduces_early:
+    if not module.gradients.reduces_early:
         start, stop = (parameter.numel() * (group.rank() + i) // group.size() for i in range(2))
     blocks = cut(slices, width_of(parameter), start, stop)
     yield from _stored_entries(WEIGHTS, blocks, stored, start - begin, shapes)
@@ -85,14 +85,14 @@ def read(
     """
     for module in state.modules:
         optimizer = None if imported else state.sharded.get(module.key)
-        for name, slices in module.own_map.items():
+        for name, slices in module.local_map.items():
             parameter = module.parameters[name]
             held = [each for each in slices if not each.empty and f"{WEIGHTS}/{each.name}" in found]
             if not held:
                 continue
-            flat, width = module.data_parallel.weights(name), width_of(parameter)
+            flat, width = module.weights.values(name), width_of(parameter)
             if optimizer is None or not parameter.requires_grad:
-                blocks = cut(held, width, *module.data_parallel.stored(name))
+                blocks = cut(held, width, *module.weights.stored(name))
                 if imported or flat.dtype != torch.bfloat16:
                     yield from entries(WEIGHTS, blocks, flat, shapes)
                 else:  # Of masters, if it was trained before.

@@ -46,7 +46,7 @@ from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.library_modules import global_names
 from megatron_hetero.step.module import TrainedModule
-from megatron_hetero.step.wrapped import Wrapped, is_sharded
+from megatron_hetero.step.wrapped import WrappedWeights, is_sharded
 
 RECORD = "modules.json"
 _FIX = "use another checkpoint"
@@ -164,7 +164,7 @@ def _require_own(optimizer: JointOptimizer, keep_last: int | None = None) -> Non
             fix = f"{_ELSEWHERE}, or give the module `AdamW` or `SGD`"
             raise UserError.at(where, found=found, expected="`AdamW` or `SGD`", fix=fix)
         for name, values in chain(module.parameters.items(), _buffers([module])):
-            sharded = isinstance(module.data_parallel, Wrapped) and is_sharded(values)
+            sharded = isinstance(module.weights, WrappedWeights) and is_sharded(values)
             if sharded or values.dtype not in NAMES:
                 found = "DTensors" if sharded else str(values.dtype)
                 expected = f"tensors of {', '.join(str(each).removeprefix('torch.') for each in NAMES)}"
@@ -249,7 +249,7 @@ def _groups(optimizer: JointOptimizer) -> Iterator[tuple[dict[str, Any], list[st
     """Yield groups of parameters with the names of their tensors."""
     for each in optimizer.sharded.values():
         for group in each.param_groups:
-            yield group, [each.module.own_map[name][0].name for name in group["names"]]
+            yield group, [each.module.local_map[name][0].name for name in group["names"]]
 
 
 def _json(value: Any, what: str, default: Any = None) -> str:

@@ -86,7 +86,7 @@ class ShardOptimizer(ModuleOptimizer):
         """
         if step is None:
             step = 1 + max((int(state.updates.max()) for state in self.states), default=0)
-        self.module.data_parallel.wait_for_weights()
+        self.module.weights.wait()
         fused = self.module.topology.platform.compiles and all(map(is_fused, self.states))
         if isinstance(scale, Tensor) or (scale != 1.0 and not fused):
             scale_gradients([self.module], scale)
@@ -101,7 +101,7 @@ class ShardOptimizer(ModuleOptimizer):
             torch.cuda.current_stream().wait_stream(stream)
         for state in self.states:
             state.updates.add_(1)
-        self.module.data_parallel.share_weights()
+        self.module.weights.publish()
 
     @override
     def masters(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -111,7 +111,7 @@ class ShardOptimizer(ModuleOptimizer):
 
     @override
     def reload_model_params(self) -> None:
-        self.module.data_parallel.wait_for_weights()
+        self.module.weights.wait()
         for name, shard in self.shards.items():
             weights = self.module.weight(name)
             write_all(shard.master, weights, weights.device)
@@ -142,11 +142,11 @@ class ShardOptimizer(ModuleOptimizer):
     @torch.no_grad()
     def renew_weights(self) -> None:
         """Compute the weights from masters that were loaded."""
-        self.module.data_parallel.wait_for_weights()
+        self.module.weights.wait()
         for state, batch in self._batches:
             if not state.master.are_weights:
                 state.master.write(batch.start, state.master.read(batch.start, batch.stop))
-        self.module.data_parallel.share_weights()
+        self.module.weights.publish()
 
     def _update_fused(self, step: int, scale: float) -> None:
         device, calls, ends = self.module.topology.platform.device, list[CallRates](), list[Tensor | None]()
@@ -252,7 +252,7 @@ class ShardOptimizer(ModuleOptimizer):
         named as torch modules happen to be.
         """
         name, shard = next(iter(state.shards.items()))
-        name = self.module.own_map[name][0].name
+        name = self.module.local_map[name][0].name
         if first == self.module.tied:
             # Its copies have other names, and other places, on other stages.
             name, shard = "tied", state.shards[first]

@@ -67,7 +67,7 @@ def build_states(module: TrainedModule, algorithm: Algorithm) -> tuple[Optimizer
     """The states of all trained parameters of which this rank updates any elements, one for each dtype of weights.
     Moments are zero.
     """
-    ranges = {name: owned for name, owned in module.data_parallel.owned.items() if owned[0] < owned[1]}
+    ranges = {name: owned for name, owned in module.weights.owned.items() if owned[0] < owned[1]}
     gradients, by_dtype = {name: module.gradient(name) for name in ranges}, dict[torch.dtype, list[str]]()
     for name in _in_memory_order(gradients):
         by_dtype.setdefault(module.parameters[name].dtype, []).append(name)

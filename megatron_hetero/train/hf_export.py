@@ -114,7 +114,7 @@ def _from(
 
 def _own_parts(module: TrainedModule, value: Value, only: Collection[str] | None) -> Iterator[OwnedSlices]:
     """Yield this rank's parameters, except a tied copy that another stage sends."""
-    for name, slices in module.own_map.items():
+    for name, slices in module.local_map.items():
         if name != module.tied_copy and (only is None or any(each.name in only for each in slices)):
             yield slices, value(module, name).detach()
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -29,13 +29,11 @@ from megatron_hetero.schedule.contract import ModuleOnRank
 from megatron_hetero.step.algorithms import SGD, AdamW, Algorithm
 from megatron_hetero.step.family_module import build_module
 from megatron_hetero.step.joint import JointOptimizer
-from megatron_hetero.step.module import ModuleOptimizer, TrainedModule
-from megatron_hetero.step.optimizer import build_shard_optimizer
+from megatron_hetero.step.library_optimizers import join_optimizers
+from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.train.inputs import Inputs
 from megatron_hetero.train.log import MetricsWriter, Writer
 from megatron_hetero.train.trainer import Trainer
-
-T = TypeVar("T")
 
 
 def prepare(job: JobSpec, platform: Platform) -> None:
@@ -57,35 +55,22 @@ def build_modules(
             topology.platform.agree_to_compile(topology.files)
     topology.platform.leave_headroom()
 
-    def build_own() -> tuple[TrainedModule, ...]:
+    def build() -> tuple[TrainedModule, ...]:
         if job.config.model.compile == "layers":
             require_compiler(topology.platform.device)
         here = [module for name, module in job.modules.items() if topology.has(name)]
         return tuple(view for module in here for view in build_module(module, topology, weights[module.name]))
 
-    return _on_all(topology, build_own)
+    # A rank may be the only one to find what is wrong: all of them leave, and one says why.
+    with topology.watchdog.waiting(lambda: "the weights of all other ranks"):
+        return all_or_none(topology.files, build, topology.watchdog.working)
 
 
 def build_optimizer(job: JobSpec, topology: Topology, modules: Sequence[TrainedModule]) -> JointOptimizer:
-    """Build the optimizer of this rank's parts of modules, each by its own record. Raises `UserError`."""
-    streamed = any(job.modules[module.name].settings.offload.states for module in modules)
-
-    def build_own() -> JointOptimizer:
-        streams = topology.platform.side_streams(2) if streamed else ()
-        optimizers: dict[str, ModuleOptimizer] = {
-            module.key: build_shard_optimizer(module, _algorithm(job, job.modules[module.name]), streams)
-            for module in modules
-            if module.trained
-        }
-        return JointOptimizer(topology, modules, optimizers, job.config.optimizer.clip_grad)
-
-    return _on_all(topology, build_own)
-
-
-def _on_all(topology: Topology, build: Callable[[], T]) -> T:
-    """Return what is built. A rank may be the only one to find what is wrong: all of them leave, and one says why."""
-    with topology.watchdog.waiting(lambda: "the weights of all other ranks"):
-        return all_or_none(topology.files, build, topology.watchdog.working)
+    """Build the optimizer of this rank's modules, each by its own record. Collective. Raises `UserError`."""
+    algorithms = {name: _algorithm(job, module) for name, module in job.modules.items()}
+    with topology.watchdog.waiting(lambda: "the optimizers of all other ranks"):
+        return join_optimizers(topology, modules, algorithms, job.config.optimizer.clip_grad)
 
 
 def _algorithm(job: JobSpec, module: ModuleJob) -> Algorithm:

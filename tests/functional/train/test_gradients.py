@@ -24,7 +24,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.schedule import gathering
 from megatron_hetero.schedule.contract import StepResult
 from megatron_hetero.schedule.program import Schedule
-from megatron_hetero.step.buffers import BucketSums
+from megatron_hetero.step.buffers import BufferedGradients
 from megatron_hetero.step.gradients import GradientSummary, clip_factor
 from megatron_hetero.train.run import Run
 from tests.support import runs as jobs
@@ -206,7 +206,7 @@ def _sums_and_runs(flags: list[str], *, overlaps: bool) -> tuple[list[str], dict
         run, order = jobs.build(flags), list[str]()
     if not overlaps:
         run.trainer.runner.optimizer = None
-    real_part, real_start = run.trainer.runner.watch.part, BucketSums._start
+    real_part, real_start = run.trainer.runner.watch.part, BufferedGradients._start
 
     @contextmanager
     def part(name: str, label: str = "") -> Iterator[None]:
@@ -216,12 +216,15 @@ def _sums_and_runs(flags: list[str], *, overlaps: bool) -> tuple[list[str], dict
             yield
         order.extend([f"/{name}"] * backward)
 
-    def start(sums: BucketSums, place: int) -> None:
+    def start(sums: BufferedGradients, place: int) -> None:
         order.append(f"+{sums.name} {place}")
         real_start(sums, place)
 
     _, batch, _ = next(iter(run.batches()))
-    with mock.patch.object(run.trainer.runner.watch, "part", part), mock.patch.object(BucketSums, "_start", start):
+    with (
+        mock.patch.object(run.trainer.runner.watch, "part", part),
+        mock.patch.object(BufferedGradients, "_start", start),
+    ):
         summary = run.trainer.gradients(batch)
     return order, jobs.gradient(run), summary.norm
 
