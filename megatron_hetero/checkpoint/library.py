@@ -160,7 +160,7 @@ def _require_own(optimizer: JointOptimizer, keep_last: int | None = None) -> Non
     for module in optimizer.modules:
         where = f"checkpoint of module `{module.name}`"
         if module.key in optimizer.optimizers and module.key not in optimizer.sharded:
-            found = f"an optimizer of another kind, {type(optimizer.parts[module.key]).__name__}"
+            found = f"an optimizer of another kind, {type(optimizer.by_module[module.key]).__name__}"
             fix = f"{_ELSEWHERE}, or give the module `AdamW` or `SGD`"
             raise UserError.at(where, found=found, expected="`AdamW` or `SGD`", fix=fix)
         for name, values in chain(module.parameters.items(), _buffers([module])):

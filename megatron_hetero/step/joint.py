@@ -56,7 +56,7 @@ class JointOptimizer(Optimizer):
         self._built = {name: described(views[0]) for name, views in self._views.items()}
 
     @property
-    def parts(self) -> Mapping[str, Any]:
+    def by_module(self) -> Mapping[str, Any]:
         """The optimizer of each module of which something trains: ours, PyTorch's or Megatron's."""
         return {name: getattr(each, "optimizer", each) for name, each in self.optimizers.items()}
 
@@ -68,7 +68,7 @@ class JointOptimizer(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The groups of all modules, in the order of the topology."""
-        return [group for part in self.parts.values() for group in part.param_groups]
+        return [group for optimizer in self.by_module.values() for group in optimizer.param_groups]
 
     # ------------------------------------------------------------------------------------------ within a step
 
@@ -225,7 +225,7 @@ class JointOptimizer(Optimizer):
     def _state_for_dcp(self) -> dict[str, Any]:
         for name in (name for name, each in self.optimizers.items() if isinstance(each, MegatronOptimizer)):
             found, expected = "Megatron's optimizer", "one of PyTorch or of this package"
-            fix = f"save `optimizer.parts['{name}']` by Megatron's `dist_checkpointing`, or leave its wrapper out"
+            fix = f"save `optimizer.by_module['{name}']` by Megatron's `dist_checkpointing`, or leave its wrapper out"
             raise UserError.at(f"state of module `{name}`", found=found, expected=expected, fix=fix)
         self.wait_for_weights()
         models = {
@@ -279,7 +279,7 @@ class JointOptimizer(Optimizer):
             self.optimizers[name].load_state_dict(state_dict[key])
 
     def __repr__(self) -> str:
-        return f"JointOptimizer({', '.join(f'{name}: {type(part).__name__}' for name, part in self.parts.items())})"
+        return f"JointOptimizer({', '.join(f'{name}: {type(each).__name__}' for name, each in self.by_module.items())})"
 
 
 def _require_visible(value: Any, path: str = "state", *, pickled: bool = False) -> None:

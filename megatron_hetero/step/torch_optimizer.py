@@ -21,8 +21,8 @@ class MasterOptimizer(Optimizer):
     """An optimizer of PyTorch that updates fp32 copies of 16-bit parameters.
 
     PyTorch's checkpoints (`torch.distributed.checkpoint.state_dict`) and schedulers see an optimizer of the parameters
-    themselves, with the copy in the state of each as `master`. `masters`: the copies, by parameter. A step uses their
-    gradients, or if they have none that of the parameter.
+    themselves, with the copy in the state of each as `master`. `masters`: the copies, by parameter. A step uses the
+    gradient of each copy, or of the parameter if the copy has none.
     """
 
     def __init__(self, parameters: Sequence[Any], make: Callable[[list[Any]], Optimizer]):
@@ -30,20 +30,20 @@ class MasterOptimizer(Optimizer):
         for p, master in self.masters.items():
             vars(master).update({key: value for key, value in vars(p).items() if not key.startswith("_")})
         self.inner = make([self.masters.get(p, p) for p in parameters])
-        of_master = {master: p for p, master in self.masters.items()}
+        by_master = {master: p for p, master in self.masters.items()}
         groups = [
-            {**group, "params": [of_master.get(p, p) for p in group["params"]]} for group in self.inner.param_groups
+            {**group, "params": [by_master.get(p, p) for p in group["params"]]} for group in self.inner.param_groups
         ]
         super().__init__(groups, self.inner.defaults)
 
     @property
     def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The state of each parameter, with its `master`; empty before the first step."""
-        inner, found = self.inner.state, {}
+        inner, states = self.inner.state, {}
         for p in chain.from_iterable(group["params"] for group in self.param_groups) if inner else ():
             master = self.masters.get(p)
-            found[p] = inner[p] if master is None else {**inner[master], "master": master.detach()}
-        return found
+            states[p] = inner[p] if master is None else {**inner[master], "master": master.detach()}
+        return states
 
     @state.setter
     def state(self, _: object) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -67,31 +67,33 @@ class MasterOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """PyTorch's state, with `master` in that of each 16-bit parameter."""
-        found = self.inner.state_dict()
+        result = self.inner.state_dict()
         for number, p in enumerate(chain.from_iterable(group["params"] for group in self.param_groups)):
             if p in self.masters:
-                found["state"][number] = {**found["state"].get(number, {}), "master": self.masters[p].detach()}
-        return found
+                result["state"][number] = {**result["state"].get(number, {}), "master": self.masters[p].detach()}
+        return result
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Load the state and the copies, and compute the parameters from these."""
         saved = state_dict["state"]
-        others = {key: {name: v for name, v in own.items() if name != "master"} for key, own in saved.items()}
-        self.inner.load_state_dict({**state_dict, "state": others})
+        without_masters = {
+            key: {name: value for name, value in state.items() if name != "master"} for key, state in saved.items()
+        }
+        self.inner.load_state_dict({**state_dict, "state": without_masters})
         _copy_settings(self.inner.param_groups, self.param_groups)
         keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        own = chain.from_iterable(group["params"] for group in self.param_groups)
-        for key, p in zip(keys, own, strict=True):
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, p in zip(keys, parameters, strict=True):
             if p in self.masters:
                 self.masters[p].copy_(saved[key]["master"])
                 p.copy_(self.masters[p])
 
 
 def _copy_settings(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
-    """Copy all of the groups other than their parameters."""
-    for own, other in zip(source, target, strict=True):
-        other.update({name: value for name, value in own.items() if name != "params"})
+    """Copy the settings of groups, which are all values but the parameters."""
+    for source_group, target_group in zip(source, target, strict=True):
+        target_group.update({name: value for name, value in source_group.items() if name != "params"})
 
 
 class TorchOptimizer(ModuleOptimizer):
@@ -99,13 +101,13 @@ class TorchOptimizer(ModuleOptimizer):
 
     def __init__(self, module: TrainedModule, make: Callable[[list[nn.Parameter]], Optimizer], masters: bool = False):
         self.module = module
-        own: list[Any] = list(module.trained.values())
-        self.optimizer = MasterOptimizer(own, make) if masters else make(own)
+        trained: list[Any] = list(module.trained.values())
+        self.optimizer = MasterOptimizer(trained, make) if masters else make(trained)
         self._masters = self.optimizer.masters if isinstance(self.optimizer, MasterOptimizer) else {}
         self._inner = getattr(self.optimizer, "inner", self.optimizer)
         names = {id(p): name for name, p in module.parameters.items()}
-        every = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
-        self._names = [names.get(id(p), f"parameter {number}") for number, p in enumerate(every)]
+        ordered = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
+        self._names = [names.get(id(p), f"parameter {number}") for number, p in enumerate(ordered)]
 
     @override
     def squares(self) -> Tensor:
@@ -141,12 +143,15 @@ class TorchOptimizer(ModuleOptimizer):
         """PyTorch's state by names of parameters; before the first update, with tensors to load into."""
         if not (updated := any(self._inner.state.values())):
             _create_states(self._inner)
-        found = self.optimizer.state_dict()
+        by_number = self.optimizer.state_dict()
         if not updated:
             self._inner.state.clear()
-        state = {self._names[number]: own for number, own in found["state"].items()}
-        groups = [{**group, "params": [self._names[n] for n in group["params"]]} for group in found["param_groups"]]
-        return {"updated": updated, "state": state, "param_groups": groups}
+        states = {self._names[number]: state for number, state in by_number["state"].items()}
+        groups = [
+            {**group, "params": [self._names[number] for number in group["params"]]}
+            for group in by_number["param_groups"]
+        ]
+        return {"updated": updated, "state": states, "param_groups": groups}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -181,7 +186,7 @@ class MegatronOptimizer(ModuleOptimizer):
         with topology.platform.megatron_scope():
             self.optimizer = megatron_optimizer(config, list(ddps), topology.collection(module.name))
         for group in self.optimizer.param_groups:
-            # Without Megatron's own scheduler nothing else applies the multiplier.
+            # Megatron's scheduler would apply the multiplier.
             group["weight_decay"] *= group.get("wd_mult", 1.0)
 
     @property
@@ -189,9 +194,9 @@ class MegatronOptimizer(ModuleOptimizer):
         return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
     def _replicas(self, inner: Any) -> dist.ProcessGroup:
-        """The ranks with the parameters of one of the optimizers: experts have one of their own."""
-        of_experts = any(group.get("is_expert_parallel") for group in inner.param_groups)
-        return self.module.topology.collection(self.module.name).expt_dp if of_experts else self.module.replicas
+        """Return the ranks with the parameters of one of the optimizers: experts have a separate one."""
+        updates_experts = any(group.get("is_expert_parallel") for group in inner.param_groups)
+        return self.module.topology.collection(self.module.name).expt_dp if updates_experts else self.module.replicas
 
     @torch.no_grad()
     @override
@@ -203,16 +208,16 @@ class MegatronOptimizer(ModuleOptimizer):
             self.optimizer.prepare_grads()
         # The distributed optimizer has a share of each gradient, the others have all of it on all replicas.
         counting = [o for o in self._inner if o.config.use_distributed_optimizer or self._replicas(o).rank() == 0]
-        found = [g for o in counting for g in gradients_for_norm(o) if g.numel()]
-        return sum_of_squares([(gradient, 1.0) for gradient in found], self.module.topology.platform.device)
+        gradients = [g for o in counting for g in gradients_for_norm(o) if g.numel()]
+        return sum_of_squares([(gradient, 1.0) for gradient in gradients], self.module.topology.platform.device)
 
     @torch.no_grad()
     @override
     def update(self, scale: float | Tensor, step: int | None = None) -> None:
         name = "decoupled_grad" if self._inner[0].config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
         gradients = [getattr(p, name, None) for o in self._inner for p in o.get_parameters()]
-        if found := [g for g in gradients if g is not None]:
-            torch._foreach_mul_(found, scale)
+        if present := [gradient for gradient in gradients if gradient is not None]:
+            torch._foreach_mul_(present, scale)
         with self.module.topology.platform.megatron_scope():
             self.optimizer.step_with_ready_grads()
 
@@ -223,11 +228,11 @@ class MegatronOptimizer(ModuleOptimizer):
     @override
     def masters(self) -> Iterator[tuple[Tensor, Tensor]]:
         kinds = {"float16_groups": "fp32_from_float16_groups", "shard_float16_groups": "shard_fp32_from_float16_groups"}
-        for each, (weights, masters) in product(self._inner, kinds.items()):
-            pairs = zip(chain(*getattr(each, weights, ())), chain(*getattr(each, masters, ())), strict=True)
-            yield from (
-                (own.detach(), master.detach()) for own, master in pairs if own is not None and master is not None
-            )
+        for inner, (weights, masters) in product(self._inner, kinds.items()):
+            pairs = zip(chain(*getattr(inner, weights, ())), chain(*getattr(inner, masters, ())), strict=True)
+            for weight, master in pairs:
+                if weight is not None and master is not None:
+                    yield weight.detach(), master.detach()
 
     @override
     def reload_model_params(self) -> None:

@@ -447,7 +447,7 @@ class _LiveActivations:
             for named in (activation.outputs, activation.called, activation.received, activation.row_grads):
                 yield from named.values()
             yield from (buffer for buffer, _ in activation.receives.values())
-            given, _ = activation.in_parts or (InParts(()), None)
+            given, _ = activation.in_chunks or (InParts(()), None)
             yield from (part.patches for part in given.parts if part.patches is not None)
         for rows in chain.from_iterable(micro_batch.rows.values() for micro_batch in live):
             yield from (t for leaf in rows.leaves.values() for t in (leaf, leaf.grad) if t is not None)

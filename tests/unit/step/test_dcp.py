@@ -76,7 +76,7 @@ def train(model: Any, optimizer: JointOptimizer, steps: range) -> list[float]:
 
 def weights(model: Any, optimizer: JointOptimizer) -> list[Tensor]:
     """With their masters."""
-    masters = (own for part in optimizer.parts.values() for own in vars(part).get("masters", {}).values())
+    masters = (own for part in optimizer.by_module.values() for own in vars(part).get("masters", {}).values())
     return [] if model is None else [whole(p, optimizer).detach().clone() for p in (*model.parameters(), *masters)]
 
 

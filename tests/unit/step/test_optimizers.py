@@ -152,7 +152,7 @@ def train(images: str, image_wrapper: str, text: str, text_wrapper: str, config:
     norms, own_images, own_text = alone(topology.rank, tied, frozen)
     modules, reference = build(topology, image_wrapper, text_wrapper, tied, frozen)
     optimizer = build_optimizers(topology, modules, config, clip_grad=CLIP)
-    assert ("vision" in optimizer.parts) == (topology.has("vision") and not frozen)
+    assert ("vision" in optimizer.by_module) == (topology.has("vision") and not frozen)
     for step in range(STEPS):
         optimizer.zero_grad()
         batch = batch_of(step)
@@ -283,18 +283,18 @@ def test_pytorchs_checkpoints_have_the_fp32_copies(wrapper: str, flat: bool) -> 
         step(*whole, number)
     step(*model, 0)
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    saved: Any = get_state_dict(model[0], model[1].parts["text"], options=options)
+    saved: Any = get_state_dict(model[0], model[1].by_module["text"], options=options)
     master = saved[1]["state.weight.master"] if flat else saved[1]["state"]["weight"]["master"]
     assert master.dtype == torch.float32
     other = fresh()
     other[1].param_groups[0]["lr"] = 7.0
     own: dict[str, Any] = {"model_state_dict": saved[0], "optim_state_dict": saved[1]}
-    set_state_dict(other[0], other[1].parts["text"], **own, options=options)
+    set_state_dict(other[0], other[1].by_module["text"], **own, options=options)
     assert other[1].param_groups[0]["lr"] == RATE
     step(*other, 1)
     for expected, found in zip(whole[0].parameters(), other[0].parameters(), strict=True):
         assert torch.equal(expected, found)
-    masters = zip(whole[1].parts["text"].masters.values(), other[1].parts["text"].masters.values(), strict=True)
+    masters = zip(whole[1].by_module["text"].masters.values(), other[1].by_module["text"].masters.values(), strict=True)
     assert all(torch.equal(expected, found) for expected, found in masters)
 
 
