@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial as bind
 from math import prod
@@ -17,23 +17,18 @@ from megatron_hetero.base.errors import UserError, reason
 from megatron_hetero.base.files import resolved
 from megatron_hetero.base.outputs import (
     chosen_in,
-    damaged,
     discard,
     is_ours,
     lock_of,
     name_of,
     partial_of,
     publish,
-    read_manifest,
-    require_own_name,
-    verify,
     whole,
     write_synced,
 )
 from megatron_hetero.checkpoint.adapter_export import contents_of
 from megatron_hetero.checkpoint.adapters import fingerprints
 from megatron_hetero.checkpoint.index import (
-    INDEX,
     WEIGHTS,
     Entry,
     Index,
@@ -41,11 +36,10 @@ from megatron_hetero.checkpoint.index import (
     index_dtypes,
     index_shapes,
     matrix,
-    open_index,
 )
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import ModelSources, RunRecord, alone, differences, hashes
-from megatron_hetero.checkpoint.storage import read_entries, write_entries
+from megatron_hetero.checkpoint.storage import Advance, open_checkpoint, read_entries, write_entries
 from megatron_hetero.data.tokenizer import export_changes
 from megatron_hetero.hf.model_files import CONFIG, ENCODERS, SHARD_BYTES, require_writable
 from megatron_hetero.hf.stored_weights import StoredWeights
@@ -69,8 +63,6 @@ UNTRAINED = name_of(0)
 """The name of imported weights in a `checkpoint.dir`, from which a run starts at step 1."""
 _ROWS = 4096
 """Rows of a stored copy that are compared at a time."""
-Advance = Callable[[str, int, int], None]
-"""Receives progress: the activity, bytes done, bytes in total."""
 
 
 @dataclass(frozen=True)
@@ -95,17 +87,8 @@ class OpenCheckpoint:
     def open(cls, path: Path, advance: Advance = lambda *_: None) -> OpenCheckpoint:
         """Verify every file of the checkpoint `path`, or of the newest in it. Raises `UserError` with all faults."""
         folder = chosen_in(path)
-        manifest = read_manifest(folder, (INDEX, RECORD))
-        faults, total, done = [], sum(record.size for record in manifest.values()), 0
-        for name in sorted(manifest):
-            faults += verify(folder, manifest, [name])
-            done += manifest[name].size
-            advance("checking", done, total)
-        if faults:
-            raise damaged(folder, faults)
-        record = RunRecord.read(folder)
-        require_own_name(folder, record.step, RECORD)
-        return cls(folder, record, open_index(folder, manifest))
+        record, index, _ = open_checkpoint(folder, RECORD, RunRecord.read, None, advance=advance)
+        return cls(folder, record, index)
 
     def weight(self, name: str, shape: Shape, dtype: torch.dtype) -> Tensor:
         """Read one tensor of the model, in its stored dtype."""
@@ -132,7 +115,7 @@ def export_checkpoint(
         checkpoint: provides the weights.
         target: a new or empty folder, or an earlier export, which is replaced.
         sources: provide configuration, tokenizer and processor.
-        dtype: of the weights: float32, bfloat16, or "stored" for the checkpoint's own (master weights are float32).
+        dtype: dtype of the weights: float32, bfloat16, or "stored" for the checkpoint's (master weights are float32).
             None: `model.dtype` of the run; "stored" for imported weights.
         limit: maximum bytes of a weight file, and in memory.
         advance: receives progress.
@@ -150,12 +133,15 @@ def export_checkpoint(
     require_configurations(sources, checkpoint)
     contents = contents_of(checkpoint.record, checkpoint.folder, sources, folders, plain, merge, _flag)
     stored = contents.tensors
-    of_all, imported = index_dtypes(checkpoint.index), checkpoint.record.imported_from is not None
-    dtypes = {n: contents.base[n].dtype(n) if n in contents.base else of_all[f"{WEIGHTS}/{n}"] for n in stored}
+    checkpoint_dtypes, imported = index_dtypes(checkpoint.index), checkpoint.record.imported_from is not None
+    dtypes = {
+        name: contents.base[name].dtype(name) if name in contents.base else checkpoint_dtypes[f"{WEIGHTS}/{name}"]
+        for name in stored
+    }
     chosen = dtype or (STORED if imported else checkpoint.record.config["model"].get("dtype") or STORED)
     targets = dtypes if chosen == STORED else dict.fromkeys(dtypes, DTYPES[chosen])
     sizes = {name: prod(shape) * targets[name].itemsize for name, shape in stored.items()}
-    total, done, parts = sum(sizes.values()), 0, contents.parts
+    total, done = sum(sizes.values()), 0
     with sound(checkpoint.folder / RECORD):
         changes = export_changes(folders, checkpoint.record.config, sources.encoders)
     companions = companions_of(sources.companions, changes)
@@ -172,9 +158,14 @@ def export_checkpoint(
             put(name, values)
             done += sizes[name]
             advance("writing", done, total)
-    of_parts = {name: targets[name] for name in parts}
+    exported = contents.parts
     notice = "" if source is None else source.notice
-    return Copied(len(parts), sum(sizes[name] for name in parts), _names_of(of_parts), notice)
+    return Copied(
+        tensors=len(exported),
+        size=sum(sizes[name] for name in exported),
+        dtypes=_names_of({name: targets[name] for name in exported}),
+        notice=notice,
+    )
 
 
 def _names_of(dtypes: Mapping[str, torch.dtype]) -> tuple[str, ...]:
@@ -229,9 +220,9 @@ def _flag(setting: str) -> str:
 
 def with_own_encoders(sources: ModelSources) -> ModelSources:
     """Add the encoders that an export of ours contains; the encoders of `sources` take precedence."""
-    own = sorted((sources.model / ENCODERS).glob(f"*/{CONFIG}"))
-    found = {file.parent.name: file.parent for file in own if not file.parent.name.startswith(".")}
-    return replace(sources, encoders={**found, **sources.encoders})
+    files = sorted((sources.model / ENCODERS).glob(f"*/{CONFIG}"))
+    encoders = {file.parent.name: file.parent for file in files if not file.parent.name.startswith(".")}
+    return replace(sources, encoders={**encoders, **sources.encoders})
 
 
 def import_folders(
@@ -243,7 +234,7 @@ def import_folders(
         sources: the model's folders.
         target: a new or empty folder. Named `step-00000000`, in a folder without checkpoints, it is what a run with
             that `checkpoint.dir` starts from.
-        seed: of a fresh projector, as `train.seed` (0).
+        seed: seed of a fresh projector, like `train.seed` (0).
         advance: receives progress.
 
     Raises:
@@ -261,7 +252,7 @@ def import_folders(
     weights = open_modules(folders, shapes, seed) | open_encoders(sources.encoders, shapes, seed)
     _require_equal_copies(weights[TEXT], shapes)
     stored = {name: weights[module_of(name, shapes)] for name in stored_shapes(shapes)}
-    dtypes = {name: of_module.dtype(name) for name, of_module in stored.items()}
+    dtypes = {name: folder_weights.dtype(name) for name, folder_weights in stored.items()}
     sizes = {name: prod(shape) * dtypes[name].itemsize for name, shape in stored_shapes(shapes).items()}
     total, done = sum(sizes.values()), 0
 

@@ -24,22 +24,20 @@ from torch import Tensor
 from megatron_hetero.base.errors import UserError, in_short, listed
 from megatron_hetero.base.files import read_as
 from megatron_hetero.base.lock import Lock
-from megatron_hetero.base.outputs import LOCK, MANIFEST, chosen_in, name_of, require_own_name, unwritable, whole
+from megatron_hetero.base.outputs import LOCK, MANIFEST, chosen_in, name_of, unwritable, whole
 from megatron_hetero.checkpoint.contents import read, written
 from megatron_hetero.checkpoint.index import (
     BUFFERS,
-    INDEX,
     NAMES,
     WEIGHTS,
     Entry,
     Shape,
     index_shapes,
     matrix,
-    open_index,
 )
 from megatron_hetero.checkpoint.record import require_tensors
 from megatron_hetero.checkpoint.resume import lock_folder
-from megatron_hetero.checkpoint.storage import read_entries, save, verified
+from megatron_hetero.checkpoint.storage import open_checkpoint, read_entries, save
 from megatron_hetero.groups.collective import all_or_none, on_every, on_first, on_first_of_all
 from megatron_hetero.groups.watchdog import watched
 from megatron_hetero.hf.weight_map import TensorSlice
@@ -100,9 +98,13 @@ def save_checkpoint(
     working = optimizer.topology.watchdog.working
     on_every(group, lambda: _require_own(optimizer, keep_last))
     text, writers = on_first_of_all(
-        group, lambda: _described(optimizer), lambda every: _joined(every, step, extra), working
+        group, lambda: _described(optimizer), lambda by_rank: _joined(by_rank, step, extra), working
     )
-    buffers = {n: _entry(n, b) for n, b in _buffers(optimizer.modules) if writers.get(n) == optimizer.topology.rank}
+    buffers = {
+        name: _entry(name, values)
+        for name, values in _buffers(optimizer.modules)
+        if writers.get(name) == optimizer.topology.rank
+    }
     entries = [*written(optimizer, _shapes(optimizer.modules)), *buffers.values()]
     try:
         on_first(group, lambda: _lock(folder, step, locks))
@@ -132,28 +134,29 @@ def load_checkpoint(folder: str | Path, optimizer: JointOptimizer) -> Loaded | N
     chosen = on_first(group, lambda: _chosen(Path(folder).absolute()))
     if chosen is None:
         return None
-    manifest = verified(chosen, (INDEX, RECORD), group, working)
-    index = on_first(group, lambda: open_index(chosen, manifest), working)
-    record = on_first(group, lambda: read_as(chosen / RECORD, _Record, _FIX))
-    on_first(group, lambda: require_own_name(chosen, record.step, RECORD))
+    record, index, _ = open_checkpoint(
+        chosen, RECORD, lambda folder: read_as(folder / RECORD, _Record, _FIX), group, working
+    )
     shapes, stored, buffers = _shapes(optimizer.modules), index_shapes(index), _buffers(optimizer.modules)
-    own = {f"{WEIGHTS}/{name}": matrix(shape) for name, shape in shapes.items()}
-    own |= {(entry := _entry(*each)).key: entry.size for each in buffers}
+    local_shapes = {f"{WEIGHTS}/{name}": matrix(shape) for name, shape in shapes.items()}
+    for name, values in buffers:
+        entry = _entry(name, values)
+        local_shapes[entry.key] = entry.size
     saved = {key: shape for key, shape in stored.items() if key.startswith((f"{WEIGHTS}/", f"{BUFFERS}/"))}
-    on_first_of_all(group, lambda: own, lambda every: _require_same(every, saved, chosen))
+    on_first_of_all(group, lambda: local_shapes, lambda by_rank: _require_same(by_rank, saved, chosen))
     settings = all_or_none(group, lambda: list(_settings(optimizer, record, chosen)))
     optimizer.wait_for_weights()
     read_entries(chosen, index, chain(read(optimizer, shapes, stored), _read_buffers(buffers)), group, working)
     for each in optimizer.sharded.values():
         each.renew_weights()
     optimizer.wait_for_weights()
-    for param_group, found in settings:
-        param_group.update(found)
+    for param_group, saved_settings in settings:
+        param_group.update(saved_settings)
     return Loaded(record.step, record.extra)
 
 
 def _require_own(optimizer: JointOptimizer, keep_last: int | None = None) -> None:
-    """Check that all states are in flat tensors, of dtypes that checkpoints have. Raises `UserError`."""
+    """Check that all states are in flat tensors, of dtypes that checkpoints can store. Raises `UserError`."""
     if keep_last is not None and keep_last < 1:
         fix = "use None to keep all"
         raise UserError.at("save_checkpoint: keep_last", found=str(keep_last), expected="1 or more", fix=fix)
@@ -182,7 +185,7 @@ def _lock(folder: Path, step: int, locks: list[Lock]) -> None:
 
 
 def _chosen(path: Path) -> Path | None:
-    """Return the checkpoint to load, None where a folder has none. Reading refuses one that is named but missing."""
+    """Return the checkpoint to load, None if a folder has none. Opening it refuses one that is named but missing."""
     chosen = chosen_in(path)
     named = (chosen / MANIFEST).is_file() or path.is_file() or re.fullmatch(r"step-\d+", path.name)
     return chosen if named else None
@@ -197,22 +200,24 @@ def _described(optimizer: JointOptimizer) -> _Described:
     """Return this rank's optimizers by module, settings by parameter, and hashes of buffers in first replicas. Raises
     `UserError`.
     """
-    kinds, settings = {key: each.algorithm.kind.name for key, each in optimizer.sharded.items()}, dict[str, Any]()
+    kinds = {key: each.algorithm.kind.name for key, each in optimizer.sharded.items()}
+    settings = dict[str, Any]()
     for group, names in _groups(optimizer):
-        own = {key: value for key, value in group.items() if key not in ("params", "names")}
-        settings |= dict.fromkeys(names, json.loads(_json(own, "param_groups", default=float)))
-    return kinds, settings, [(n, _hash(b)) for n, b in _buffers(m for m in optimizer.modules if not m.replicas.rank())]
+        values = {key: value for key, value in group.items() if key not in ("params", "names")}
+        settings |= dict.fromkeys(names, json.loads(_json(values, "param_groups", default=float)))
+    first_replicas = (module for module in optimizer.modules if module.replicas.rank() == 0)
+    return kinds, settings, [(name, _hash(values)) for name, values in _buffers(first_replicas)]
 
 
-def _joined(every: Sequence[_Described], step: int, extra: Mapping[str, Any] | None) -> tuple[str, dict[str, int]]:
+def _joined(by_rank: Sequence[_Described], step: int, extra: Mapping[str, Any] | None) -> tuple[str, dict[str, int]]:
     """Return the text of the record of all ranks, and by buffer the rank that writes it. Raises `UserError`."""
     optimizers, settings, buffers = dict[str, str](), dict[str, Any](), dict[str, tuple[int, str]]()
-    for rank, (own_optimizers, own_settings, hashes) in enumerate(every):
-        optimizers |= own_optimizers
-        settings |= own_settings
-        for name, found in hashes:
-            first, expected = buffers.setdefault(name, (rank, found))
-            if found != expected:
+    for rank, (local_optimizers, local_settings, hashes) in enumerate(by_rank):
+        optimizers |= local_optimizers
+        settings |= local_settings
+        for name, digest in hashes:
+            first, expected = buffers.setdefault(name, (rank, digest))
+            if digest != expected:
                 problem = f"differs between ranks {first} and {rank}, of one replica"
                 fix = "make it equal, since one of them is saved, or register it with persistent=False"
                 raise UserError.at(f"save_checkpoint: buffer {name}", problem=problem, fix=fix)
@@ -227,18 +232,24 @@ def _settings(optimizer: JointOptimizer, record: _Record, checkpoint: Path) -> I
             fix = "build the optimizer that was saved, or load another checkpoint"
             raise UserError.at(checkpoint, found=f"{found} of module `{key}`", expected=kind, fix=fix)
     for group, names in _groups(optimizer):
-        found = [record.settings[name] for name in names if name in record.settings]  # Not of what was frozen.
-        if any(each != found[0] for each in found):
+        recorded = [record.settings[name] for name in names if name in record.settings]  # Frozen ones had none.
+        if any(settings != recorded[0] for settings in recorded):
             fix = "choose `lr` and `weight_decay` that group parameters as before"
             raise UserError.at(checkpoint, problem=f"other settings in each of one group ({listed(names)})", fix=fix)
-        saved = {k: tuple(v) if isinstance(v, list) else v for each in found[:1] for k, v in each.items()}
-        if wrong := [k for k, v in saved.items() if k in ("params", "names") or _kind(v) != _kind(group.get(k, v))]:
+        first = recorded[0] if recorded else {}
+        saved = {key: tuple(value) if isinstance(value, list) else value for key, value in first.items()}
+        wrong = [
+            key
+            for key, value in saved.items()
+            if key in ("params", "names") or _kind(value) != _kind(group.get(key, value))
+        ]
+        if wrong:
             raise UserError.at(checkpoint / RECORD, problem=f"wrong settings: {listed(wrong)}", fix=_FIX)
         yield group, saved
 
 
 def _kind(setting: Any) -> object:
-    """Return what a saved setting has in common with the one that it replaces."""
+    """Return a value that is equal for a saved setting and a setting that it may replace: a type, or a finite number."""
     if isinstance(setting, tuple | list):
         return [_kind(each) for each in setting]
     is_number = isinstance(setting, int | float | Tensor) and not isinstance(setting, bool)
@@ -274,16 +285,20 @@ def _has_text_keys(value: Any) -> bool:
 
 def _buffers(modules: Iterable[TrainedModule]) -> list[tuple[str, Tensor]]:
     """Return the persistent buffers of this rank, named like parameters; stages of one name share buffers' names."""
-    found = list[tuple[str, Tensor]]()
+    buffers = list[tuple[str, Tensor]]()
     for module in modules:
         for stage, chunk in zip(module.stages, module.chunks, strict=True):
-            left = (f"{at}.{each}" for at, part in chunk.named_modules() for each in part._non_persistent_buffers_set)
-            transient = {path.removeprefix(".") for path in left}
-            own = {path: values.detach() for path, values in chunk.named_buffers() if path not in transient}
-            names = global_names(chunk, list(own))
-            other = f"stage {stage}: " if module.topology.layouts[module.name].pp > 1 else ""
-            found += [(f"{module.name}.{names.get(path, other + path)}", values) for path, values in own.items()]
-    return found
+            transient = {
+                f"{path}.{name}".removeprefix(".")
+                for path, submodule in chunk.named_modules()
+                for name in submodule._non_persistent_buffers_set
+            }
+            persistent = {path: values.detach() for path, values in chunk.named_buffers() if path not in transient}
+            names = global_names(chunk, list(persistent))
+            prefix = f"stage {stage}: " if module.topology.layouts[module.name].pp > 1 else ""
+            for path, values in persistent.items():
+                buffers.append((f"{module.name}.{names.get(path, prefix + path)}", values))
+    return buffers
 
 
 def _hash(values: Tensor) -> str:
@@ -306,25 +321,28 @@ def _read_buffers(buffers: Iterable[tuple[str, Tensor]]) -> Iterator[Sequence[En
 
 def _shapes(modules: Sequence[TrainedModule]) -> dict[str, Shape]:
     """Return the shapes of the whole tensors of this rank's parameters."""
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for module in modules:
         for name, parameter in module.parameters.items():
             by_tensor = dict[str, list[TensorSlice]]()
-            for each in chain(*(of_rank[name] for of_rank in module.maps)):
-                by_tensor.setdefault(each.name, []).append(each)
+            for tensor_slice in chain(*(weight_map[name] for weight_map in module.maps)):
+                by_tensor.setdefault(tensor_slice.name, []).append(tensor_slice)
             for tensor, slices in by_tensor.items():
-                rows, columns = max(each.rows[1] for each in slices), [each.columns for each in slices if each.columns]
+                rows = max(each.rows[1] for each in slices)
+                columns = [each.columns for each in slices if each.columns]
                 if parameter.dim() == 0:
-                    found[tensor] = (1,)
+                    shapes[tensor] = (1,)
                 elif columns:
-                    found[tensor] = (rows, max(stop for _, stop in columns))
+                    shapes[tensor] = (rows, max(stop for _, stop in columns))
                 else:
-                    found[tensor] = (rows, *parameter.shape[1:])
-    return found
+                    shapes[tensor] = (rows, *parameter.shape[1:])
+    return shapes
 
 
-def _require_same(every: Sequence[Mapping[str, Shape]], saved: Mapping[str, Shape], checkpoint: Path) -> None:
+def _require_same(by_rank: Sequence[Mapping[str, Shape]], saved: Mapping[str, Shape], checkpoint: Path) -> None:
     """Check that a checkpoint has exactly the tensors of all ranks, on each in the same shape. Raises `UserError`."""
-    union = dict(chain(*(own.items() for own in every)))
-    for own in ({}, *(own for own in every if not own.items() <= union.items())):
-        require_tensors(checkpoint, saved, {**union, **own})
+    union = dict(chain(*(shapes.items() for shapes in by_rank)))
+    require_tensors(checkpoint, saved, union)
+    for shapes in by_rank:
+        if not shapes.items() <= union.items():
+            require_tensors(checkpoint, saved, {**union, **shapes})

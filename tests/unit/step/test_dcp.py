@@ -76,7 +76,8 @@ def train(model: Any, optimizer: JointOptimizer, steps: range) -> list[float]:
 
 def weights(model: Any, optimizer: JointOptimizer) -> list[Tensor]:
     """With their masters."""
-    masters = (own for part in optimizer.by_module.values() for own in vars(part).get("masters", {}).values())
+    copies = (vars(each).get("masters_by_parameter", {}) for each in optimizer.optimizers.values())
+    masters = (master for by_parameter in copies for master in by_parameter.values())
     return [] if model is None else [whole(p, optimizer).detach().clone() for p in (*model.parameters(), *masters)]
 
 

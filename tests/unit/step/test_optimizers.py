@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -260,42 +259,6 @@ def test_settings_that_there_are_not(setting: dict[str, Any]) -> None:
             UserError, match=f"{kind.__name__}: {name}: found .*, expected (one of|a finite|two numbers)"
         ):
             kind(**setting)
-
-
-@pytest.mark.parametrize("wrapper, flat", [("plain", False), ("fsdp", False), ("plain", True)])
-@on_ranks(2, timeout_s=40)
-def test_pytorchs_checkpoints_have_the_fp32_copies(wrapper: str, flat: bool) -> None:
-    """Two steps are those of one, a checkpoint, and another in fresh objects."""
-    topology = running.topology_of_world(2, text="dp:2")
-
-    def fresh() -> tuple[nn.Module, Any]:
-        torch.manual_seed(0)
-        model = running.wrapped(nn.Linear(4, 4).bfloat16(), wrapper, topology)
-        return model, build_optimizers(topology, {"text": model}, adam(bf16=True))
-
-    def step(model: nn.Module, optimizer: Any, number: int) -> None:
-        model(pictures(number)[:, :4].bfloat16()).square().sum().backward()
-        optimizer.step(tokens=8)
-        optimizer.zero_grad()
-
-    whole, model = fresh(), fresh()
-    for number in range(2):
-        step(*whole, number)
-    step(*model, 0)
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    saved: Any = get_state_dict(model[0], model[1].by_module["text"], options=options)
-    master = saved[1]["state.weight.master"] if flat else saved[1]["state"]["weight"]["master"]
-    assert master.dtype == torch.float32
-    other = fresh()
-    other[1].param_groups[0]["lr"] = 7.0
-    own: dict[str, Any] = {"model_state_dict": saved[0], "optim_state_dict": saved[1]}
-    set_state_dict(other[0], other[1].by_module["text"], **own, options=options)
-    assert other[1].param_groups[0]["lr"] == RATE
-    step(*other, 1)
-    for expected, found in zip(whole[0].parameters(), other[0].parameters(), strict=True):
-        assert torch.equal(expected, found)
-    masters = zip(whole[1].by_module["text"].masters.values(), other[1].by_module["text"].masters.values(), strict=True)
-    assert all(torch.equal(expected, found) for expected, found in masters)
 
 
 @on_ranks(2, timeout_s=40)
