@@ -249,7 +249,7 @@ def _settings(optimizer: JointOptimizer, record: _Record, checkpoint: Path) -> I
 
 
 def _kind(setting: Any) -> object:
-    """Return a value that is equal for a saved setting and a setting that it may replace: a type, or a finite number."""
+    """Return a value that is equal for a saved setting and one that it may replace: a type, or a finite number."""
     if isinstance(setting, tuple | list):
         return [_kind(each) for each in setting]
     is_number = isinstance(setting, int | float | Tensor) and not isinstance(setting, bool)

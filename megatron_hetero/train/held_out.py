@@ -54,8 +54,11 @@ def exact_match(counts: np.ndarray) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class HeldOutEvaluation:
-    """Evaluates held-out data sets every `eval.interval` steps. Every rank has one. `loaders`: by name of the data set;
-    each loads it once, from first sample to last.
+    """Evaluates held-out data sets every `eval.interval` steps. Every rank has one.
+
+    Attributes:
+        run: the run.
+        loaders: a loader of each data set, by name, which loads it once, from the first sample to the last.
     """
 
     run: Run
@@ -80,11 +83,12 @@ class HeldOutEvaluation:
                 yield self._evaluate(step, name)
 
     def _evaluate(self, step: int, name: str) -> EvaluationMetrics:
-        trainer, start, mine, supervised, samples = self.run.trainer, time.perf_counter(), 0.0, 0, 0
-        counts, bad = [], list[BadSample]()
+        trainer, start = self.run.trainer, time.perf_counter()
+        local_loss, supervised, samples = 0.0, 0, 0
+        counts, bad = list[np.ndarray](), list[BadSample]()
         for batch in self._batches(name):
             loss_sum, hits = self._forward(batch)
-            mine += loss_sum
+            local_loss += loss_sum
             counts.append(self._counts(self.loaders[name].dealing.step_samples, batch, hits))
             supervised += batch.supervised
             samples += len(batch.sample_lengths)
@@ -95,7 +99,7 @@ class HeldOutEvaluation:
             raise SharedError.at(where, problem="no supervised token", because=because, fix=fix)
         # In fp64, so that the sum of many batches is as accurate as that of one.
         with trainer.watched(f"the sums over ranks of the evaluation of {name} after step {step}"):
-            total = float(trainer.all_gather([mine if trainer.counts_loss else 0.0]).sum())
+            total = float(trainer.all_gather([local_loss if trainer.counts_loss else 0.0]).sum())
             right, asked = exact_match(trainer.all_reduce(np.concatenate(counts, axis=1)))
         trainer.runner.watch.read()  # Discarded: these times are not part of the next step.
         return EvaluationMetrics(
@@ -144,13 +148,13 @@ class HeldOutEvaluation:
         with the `size` of a full batch. Samples that were left out count nothing.
         """
         counts = np.zeros((2, size), np.int64)
-        for m, of_tokens in hits.items() if self.run.trainer.counts_loss else ():
+        for m, token_hits in hits.items() if self.run.trainer.counts_loss else ():
             micro_batch = batch.micro_batches[m]
             pack, share = micro_batch.pack, micro_batch.share.text
             assert pack is not None and share is not None, "a rank of the text module has a pack"
             samples = supervised_samples(pack, share.tokens)
             places = [number % size for number in micro_batch.samples]
-            counts[:, places] = answer_counts(samples, of_tokens.cpu().numpy(), len(places))
+            counts[:, places] = answer_counts(samples, token_hits.cpu().numpy(), len(places))
         return counts
 
 

@@ -1,4 +1,4 @@
-"""The start of a run: groups, modules and optimizers are built, the state is resumed, the log opened."""
+"""The start of a run: builds modules and optimizers, resumes the state, and opens the log."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def prepare(job: JobSpec, platform: Platform) -> None:
 def build_modules(
     job: JobSpec, topology: Topology, weights: Mapping[str, WeightSource], *, check: bool = True
 ) -> tuple[TrainedModule, ...]:
-    """Build this rank's parts of modules, with `weights` by module. `check`: whether ranks agree to compile. Raises
-    `UserError`.
+    """Build this rank's stages of all modules, with `weights` by module. `check`: whether ranks agree to compile.
+    Raises `UserError`.
     """
     if check:
         with topology.watchdog.waiting(lambda: "the first kernels that all other ranks compile"):
@@ -61,7 +61,7 @@ def build_modules(
         here = [module for name, module in job.modules.items() if topology.has(name)]
         return tuple(view for module in here for view in build_module(module, topology, weights[module.name]))
 
-    # A rank may be the only one to find what is wrong: all of them leave, and one says why.
+    # If a fault is found on one rank only, all ranks leave with its error.
     with topology.watchdog.waiting(lambda: "the weights of all other ranks"):
         return all_or_none(topology.files, build, topology.watchdog.working)
 
@@ -91,16 +91,18 @@ def _algorithm(job: JobSpec, module: ModuleJob) -> Algorithm:
 
 def on_rank(job: JobSpec, modules: Sequence[TrainedModule]) -> dict[str, ModuleOnRank]:
     """Return the stages of this rank's modules, as a `Runner` takes them."""
-    found = {}
+    stages_by_module = dict[str, ModuleOnRank]()
     for module in modules:
-        stages, row = dict(zip(module.stages, module.chunks, strict=True)), job.modules[module.name]
-        found[module.name] = ModuleOnRank(stages, row.role == TEXT and 0 in stages, row.passes_gradients)
-    return found
+        stages = dict(zip(module.stages, module.chunks, strict=True))
+        row = job.modules[module.name]
+        embeds = row.role == TEXT and 0 in stages
+        stages_by_module[module.name] = ModuleOnRank(stages, embeds, row.passes_gradients)
+    return stages_by_module
 
 
 def resume_run(trainer: Trainer, inputs: Inputs) -> tuple[Resumed, Writer, Saver]:
-    """Resume from a checkpoint if there is one, and open the log. Collective, and the last that ranks wait for before
-    the first step. Raises `UserError`, before anything is written.
+    """Resume from a checkpoint if there is one, and open the log. Collective; ranks wait for each other here for the
+    last time before the first step. Raises `UserError`, before anything is written.
     """
     config, topology, watchdog = trainer.job.config, trainer.topology, trainer.topology.watchdog
     if topology.rank == FIRST:
@@ -131,8 +133,8 @@ def _require_trained_projector(job: JobSpec, resumed: Resumed) -> None:
     """Check that all of a fresh projector is trained, in this run or before. Raises `UserError`."""
     frozen = [name for name in own_projectors(job.shapes) if name in job.frozen.tensors]
     if resumed.step == 0 and job.folders.fresh_projector and frozen:
-        part = next(part for part, names in tensors_of_parts(job.shapes).items() if frozen[0] in names)
-        which = part if not job.frozen.trains(part) else f"{part} ({listed(frozen)})"
+        subset = next(subset for subset, names in tensors_of_parts(job.shapes).items() if frozen[0] in names)
+        which = subset if not job.frozen.trains(subset) else f"{subset} ({listed(frozen)})"
         where = "model.train" if job.config.model.train else "model.freeze"
         problem = f"{which} is frozen, but starts with random weights"
         because = "model.fresh_projector is set, or the folder's projector does not match the language model"

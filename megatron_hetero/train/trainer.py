@@ -34,13 +34,19 @@ from megatron_hetero.train.measures import StepProfiler, peak_flops, step_flops,
 from megatron_hetero.train.metrics import StepFigures, StepMetrics
 
 Laps = Mapping[str, Sequence[float]]
-"""Seconds of this rank's runs of each module, and of rows at boundaries."""
+"""Seconds of this rank's runs of each module, and of crossings at boundaries."""
 
 
 @dataclass(frozen=True, eq=False)
 class Trainer:
-    """Trains the parts of modules that a rank has, step by step. `optimizer`: of those parts, encoders first; `runner`:
-    of their stages.
+    """Trains the modules on this rank, step by step.
+
+    Attributes:
+        job: modules, batches and schedules.
+        topology: topology of all modules.
+        optimizer: optimizer of the modules on this rank, encoders first.
+        runner: executes their stages.
+        profiler: traces chosen steps.
     """
 
     job: JobSpec
@@ -50,15 +56,16 @@ class Trainer:
     profiler: StepProfiler
 
     def train_step(self, step: int, batch: StepBatch, waited: float = 0.0, stop: object = False) -> StepMetrics:
-        """Run forward, backward, and update; nothing is updated where all samples were left out. `waited`: seconds that
-        the batch was waited for. `stop`: true, at the end of the step, where this rank was asked to stop. Raises
-        `SharedError` before the update where the loss or a gradient is NaN or infinite.
+        """Run forward, backward, and update; nothing is updated if all samples were left out.
+
+        `waited`: seconds of the wait for the batch. `stop`: true, at the end of the step, if this rank was asked to
+        stop. Raises `SharedError` before the update if the loss or a gradient is NaN or infinite.
         """
         start = time.perf_counter() - waited
         if batch.sample_lengths and batch.supervised == 0:
             raise SharedError(
                 f"step {step}: found no supervised token in the global batch, expected some, because the loss "
-                f"divides by their number; raise the batch size, or mend the data"
+                f"divides by their number; raise the batch size, or correct the data"
             )
         with self.profiler.step(step):
             if batch.sample_lengths:
@@ -80,14 +87,14 @@ class Trainer:
         result = self._run(batch)
         summary = self._summed(result)
         self._refuse_faults(step, summary)
-        # Whoever has read the summary has waited for all that was measured.
+        # The summary has been read, so that all measured work has ended.
         laps = self.runner.watch.read()
         norm = summary.norm / batch.supervised
         factor = clip_factor(norm, self.job.config.optimizer.clip_grad) / batch.supervised
         with self.watched(f"the update of step {step}"):
             # Before weights are gathered: the host would wait for these, and the next step's kernels for the host.
-            own = self._figures(batch, laps, stop, result)
-            metrics = self._metrics(step, batch, laps, own, summary.loss_sum / batch.supervised, norm)
+            figures = self._figures(batch, laps, stop, result)
+            metrics = self._metrics(step, batch, laps, figures, summary.loss_sum / batch.supervised, norm)
             self._update(step, factor)
         return metrics
 
@@ -137,17 +144,17 @@ class Trainer:
         require_finite(f"step {step}", summary.faults, fix)
 
     def _metrics(
-        self, step: int, batch: StepBatch, laps: Laps, own: StepFigures[float], loss: float = nan, norm: float = nan
+        self, step: int, batch: StepBatch, laps: Laps, figures: StepFigures[float], loss: float = nan, norm: float = nan
     ) -> StepMetrics:
-        """Return the metrics of a step but for its time. All ranks exchange their `own` figures, once, before they
-        update; the host waits for it.
+        """Return the metrics of a step without its time. All ranks exchange their `figures`, once, before they update;
+        the host waits for it.
         """
-        of_all = own.unpack(self.all_gather(own.pack()).T.tolist())
+        by_rank = figures.unpack(self.all_gather(figures.pack()).T.tolist())
         layers, layouts = self.job.shapes.text.architecture.layers_in(EXPERTS.name), self.topology.layouts
-        loads = {number: max(load) for number, load in zip(layers, of_all.loads, strict=True)}
+        loads = {number: max(load) for number, load in zip(layers, by_rank.loads, strict=True)}
         encoders, balanced = self.job.shapes.encoders, self.job.balance and batch.supervised
         pieces = [(encoders[name], size) for name, sizes in batch.sizes.items() for size in sizes]
-        rounds = [[run[rank] for rank in layouts[name].ranks] for name, runs in of_all.runs.items() for run in runs]
+        rounds = [[run[rank] for rank in layouts[name].ranks] for name, runs in by_rank.runs.items() for run in runs]
         return StepMetrics(
             step=step,
             loss=loss,
@@ -156,23 +163,23 @@ class Trainer:
             tokens=batch.tokens,
             images=len(pieces),
             step_time_s=0.0,
-            peak_memory_bytes=int(max(of_all.memory)),
+            peak_memory_bytes=int(max(by_rank.memory)),
             skipped_samples=batch.skipped,
             boundary_time_s=sum(laps.get("boundary", [])),
-            stopping=bool(max(of_all.stopping)),
+            stopping=bool(max(by_rank.stopping)),
             extra={
                 "patches": sum(sum(shape.sequences(size)) for shape, size in pieces),
                 "supervised_tokens": batch.supervised,
                 **bad_counts(batch.bad),
                 "encoder_idle_share": idle_share(*rounds),
                 "encoder_idle_share_predicted": idle_share(*batch.encoder_loads),
-                "encoder_padding_share": _share(sum(of_all.patch_padding), sum(of_all.patches)),
+                "encoder_padding_share": _share(sum(by_rank.patch_padding), sum(by_rank.patches)),
                 "text_idle_share_predicted": idle_share(*batch.text_loads),
-                "text_padding_share": _share(sum(of_all.padding), sum(of_all.tokens)),
+                "text_padding_share": _share(sum(by_rank.padding), sum(by_rank.tokens)),
                 **self._filled(batch),
                 **({"expert_load": max(loads.values())} if loads else {}),
                 **{f"expert_load_{number}": load for number, load in loads.items()},
-                **({"balance_loss": sum(of_all.balance) / batch.supervised} if balanced else {}),
+                **({"balance_loss": sum(by_rank.balance) / batch.supervised} if balanced else {}),
             },
         )
 
@@ -185,14 +192,14 @@ class Trainer:
         shares = [micro_batch.share for micro_batch in batch.micro_batches]
         texts = [share.text for share in shares if share.text is not None]
         embedded = [(name, patches) for share in shares for name, patches in share.patches.items()]
-        parts = [part for share in shares for name in share.patches for part in share.encoders[name]]
+        calls = [call for share in shares for name in share.patches for call in share.encoders[name]]
         sums = result.metrics.get(TEXT, {}) if result is not None and self.counts_loss else {}
         return StepFigures(
             memory=float(self.topology.platform.peak_memory_bytes()),
             stopping=float(bool(stop)),
             padding=float(sum(text.padded - len(text.tokens) for text in texts)),
             tokens=float(sum(len(text.tokens) for text in texts)),
-            patch_padding=float(sum(part.padding for part in parts)),
+            patch_padding=float(sum(call.padding for call in calls)),
             patches=float(sum(patches.exchange.forward.needed * encoders[name].unit for name, patches in embedded)),
             balance=float(sums.get("balance_loss", 0.0)),
             loads=take_loads(self.optimizer.modules, self.topology, layers),
@@ -200,13 +207,15 @@ class Trainer:
         )
 
     def _runs(self, schedule: Schedule, encoder: str, seconds: Sequence[float]) -> list[float]:
-        """Return the seconds of each run of an encoder in a step, forward and backward; 0 where a rank has none."""
+        """Return the seconds of each run of an encoder in a step, forward and backward; 0 if a rank has none."""
         role = schedule.roles[schedule.role_index[self.topology.layouts[encoder].ranks[0]]]
         count = sum(action.op == "run" and action.module == encoder for action in role.actions)
         return [*seconds, *[0.0] * (count - len(seconds))]
 
     def _filled(self, batch: StepBatch) -> dict[str, float | int]:
-        """Return, with a token budget, the share of it that the step's packs fill, and the number of micro-batches."""
+        """Return the share of a token budget that packs fill, and the number of micro-batches; nothing without a
+        budget.
+        """
         budget, count = self.job.budget, len(batch.micro_batches)
         if budget is None:
             return {}
@@ -214,7 +223,7 @@ class Trainer:
         return {"budget_share": batch.tokens / (packs * budget.tokens), "micro_batches": count}
 
     def on_any_rank(self, flag: object) -> bool:
-        """Return whether `flag` is true on at least one rank; the same on each."""
+        """Return on each rank whether `flag` is true on at least one."""
         with self.watched("the question whether any rank was asked to stop"):
             return bool(self.all_gather([float(bool(flag))]).max())
 
@@ -224,11 +233,11 @@ class Trainer:
             on_every(self.topology.host, lambda: None)
 
     def all_gather(self, numbers: Sequence[float]) -> torch.Tensor:
-        """Return all ranks' numbers, fp64 [ranks, numbers] on the host; each rank passes as many."""
-        mine = on_device(torch.tensor(numbers, dtype=torch.float64), self.topology.platform.device)
-        everyone = mine.new_empty(self.topology.world_size * len(mine))
-        dist.all_gather_into_tensor(everyone, mine, group=self.topology.world)
-        return everyone.view(self.topology.world_size, -1).cpu()
+        """Return all ranks' numbers, fp64 [ranks, numbers] on the host; each rank passes the same number of them."""
+        local = on_device(torch.tensor(numbers, dtype=torch.float64), self.topology.platform.device)
+        gathered = local.new_empty(self.topology.world_size * len(local))
+        dist.all_gather_into_tensor(gathered, local, group=self.topology.world)
+        return gathered.view(self.topology.world_size, -1).cpu()
 
     def all_reduce(self, counts: np.ndarray) -> np.ndarray:
         """Return the sum of all ranks' `counts`, int64 of any shape, the same on each rank."""
@@ -237,5 +246,5 @@ class Trainer:
         return total.cpu().numpy()
 
 
-def _share(part: float, rest: float) -> float:
-    return part / max(1.0, part + rest)
+def _share(amount: float, rest: float) -> float:
+    return amount / max(1.0, amount + rest)
