@@ -17,9 +17,9 @@ import yaml
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.checkpoint.record import (
     FAILING,
+    FURTHER_SETTINGS,
     LIMITS,
     MODEL,
-    FURTHER_SETTINGS,
     OVERRIDABLE,
     ModelSources,
     RunRecord,
