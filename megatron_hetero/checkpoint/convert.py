@@ -232,8 +232,8 @@ def import_folders(
 
     Args:
         sources: the model's folders.
-        target: a new or empty folder. Named `step-00000000`, in a folder without checkpoints, it is what a run with
-            that `checkpoint.dir` starts from.
+        target: a new or empty folder. If it is named `step-00000000`, in a folder without checkpoints, a run with that
+            `checkpoint.dir` starts from it.
         seed: seed of a fresh projector, like `train.seed` (0).
         advance: receives progress.
 

@@ -50,7 +50,7 @@ class Entry:
 
 
 def matrix(shape: Shape) -> Shape:
-    """Return the shape that checkpoints give to a tensor: at most two dims."""
+    """Return the shape of a tensor in checkpoints, with at most two dims."""
     return shape if len(shape) <= 2 else (shape[0], prod(shape[1:]))
 
 

@@ -83,7 +83,7 @@ def save_checkpoint(
     Args:
         folder: folder of checkpoints, on a disk that all ranks share.
         optimizer: result of `build_optimizers`, of modules with `AdamW` or `SGD`, or frozen ones.
-        step: number of the last step, greater than those of all checkpoints in `folder`.
+        step: number of the last step, greater than the steps of all checkpoints in `folder`.
         extra: further state of the program as JSON values, from the first rank.
         keep_last: number of newest checkpoints to keep; None keeps all.
 
@@ -120,7 +120,7 @@ def load_checkpoint(folder: str | Path, optimizer: JointOptimizer) -> Loaded | N
 
     Args:
         folder: a checkpoint, or a folder of checkpoints, of which the newest is taken.
-        optimizer: like that of `save_checkpoint`; its modules have the same parameters.
+        optimizer: as for `save_checkpoint`; its modules have the same parameters.
 
     Returns:
         The step and the `extra` values; None where `folder`, if it is not named like a checkpoint, is missing or has

@@ -307,8 +307,8 @@ class RunRecord:
             raise wrong("train.iters", iters, f"≥ {self.step}, the step of {checkpoint}", "", fix)
 
     def require_complete(self, stored: Mapping[str, Shape], shapes: ModelShapes, checkpoint: Path) -> None:
-        """Check that `stored`, the tensors of a checkpoint with this record, are exactly those of a model of
-        `shapes` with the adapters of the run, besides random states. Raises `UserError` listing all faults.
+        """Check that the tensors of a checkpoint with this record, `stored`, except random states, are exactly the
+        tensors of a model of `shapes` with the adapters of the run. Raises `UserError` listing all faults.
         """
         tensors = {key: shape for key, shape in stored.items() if not key.startswith(f"{RANDOM}/")}
         kind = optimizer_kind(self.config["optimizer"]["name"])
@@ -318,7 +318,7 @@ class RunRecord:
         self, new: RunRecord, shapes: ModelShapes, allowed: Collection[str], checkpoint: Path
     ) -> None:
         """Check that a run of a model of `shapes` with the record `new` has the adapters of this one, if any, and the
-        same weights beside them. Raises `UserError` with what to do.
+        same weights beside them. Raises `UserError`, which says how to continue.
         """
         folders, was = (ModelSources.recorded(record.config).folders for record in (new, self))
         if self.imported_from is None:

@@ -41,7 +41,7 @@ class Saver:
     """Saves a run every `checkpoint.interval` steps, after the last one, and when it is stopped.
 
     With `checkpoint.async` a thread writes, one save at a time, and training continues once this rank's entries have
-    been copied to host memory. The thread uses a process group of its own. Training waits for the last save.
+    been copied to host memory. The thread uses a separate process group. Training waits for the last save.
 
     `trained`: the last trained step; `saved`: the newest checkpoint written; `lost`: why the last attempt failed.
     """

@@ -101,7 +101,7 @@ class Bucket:
 
     Attributes:
         gradients: gradients of this rank, flat.
-        summed: those of which this rank needs the sum, a view; `gradients` itself if these are all.
+        summed: the gradients of which this rank needs the sum, a view; `gradients` itself if it needs all.
         weights: the same elements of the weights, if ranks update shares of them.
         share: the weights that this rank updates, a view.
         parameters: the parameters.
@@ -341,7 +341,7 @@ class BufferedWeights(ModuleWeights):
 
     @override
     def publish(self) -> None:
-        """Begin to gather what each rank has updated. Collective."""
+        """Begin to gather the weights that each rank has updated. Collective."""
         self.wait()
         with torch.profiler.record_function(f"{self.name} weights"):
             for place, bucket in enumerate(self.buckets):
@@ -354,7 +354,7 @@ class BufferedWeights(ModuleWeights):
 
     @override
     def wait(self, places: Iterable[int] | None = None) -> None:
-        """Make the weights of the buckets at `places`, by default of all, visible to what is computed next."""
+        """Make the weights of the buckets at `places`, by default of all, visible to later computation."""
         for place in list(self._works) if places is None else places:
             if (work := self._works.pop(place, None)) is not None:
                 work.wait()
@@ -365,7 +365,9 @@ class BufferedWeights(ModuleWeights):
 
 
 def readers_of_stage(stage: Any) -> list[Reader]:
-    """The stage itself, which reads first what is in none of its `units()`, and these."""
+    """Return the modules that wait for weights: the stage itself, with the parameters in none of its `units()`, and the
+    units.
+    """
     units = [(unit.module, list(unit.module.parameters())) for unit in units_of(stage)]
     inside = {id(p) for _, parameters in units for p in parameters}
     return [(stage, [p for p in stage.parameters() if id(p) not in inside]), *units]

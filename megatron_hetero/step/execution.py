@@ -122,7 +122,7 @@ class StepExecution:
         return StepResult(losses[0] if len(losses) == 1 else torch.stack(losses).sum(), self.losses, self.metrics)
 
     def _start_sums(self, module: str) -> None:
-        """Begin to sum the module's gradients, which are those of the step, even if the rank computed none."""
+        """Begin to sum the module's gradients, which are complete, even if the rank computed none."""
         if self.optimizer is not None:
             with self.resources.watchdog.doing(lambda: f"{SUMS}, with all other ranks,"):
                 self.optimizer.start_sums(module)

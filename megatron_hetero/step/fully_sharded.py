@@ -112,7 +112,7 @@ class ShardedWeights(ModuleWeights):
 
 
 class ShardedGradients(ModuleGradients):
-    """Each backward pass sums the gradients of a view, and a rank accumulates those of the rows that it stores."""
+    """Each backward pass sums the gradients of a view, and a rank accumulates them for the rows that it stores."""
 
     reduces_early: ClassVar[bool] = True
 

@@ -11,8 +11,8 @@ bfloat16 is passed as its bits, so that all but arithmetic in fp32 uses integers
 every format, and each product is an operand of one addition: a compiler that contracts them does so in every format,
 and split masters equal masters in fp32, bit for bit.
 
-States and gradients are updated in place. Batches of those in host memory, or in very many places, are copied first:
-6 bytes an element for split masters and moments in bfloat16.
+States and gradients are updated in place. If they are in host memory, or in more than `PLACES` tensors, batches are
+copied first: 6 bytes an element for split masters and moments in bfloat16.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class CallRates:
     segments: tuple[SegmentRates, ...]
 
     def numbers(self) -> list[float]:
-        """The `numbers` of `update_`, padded to a multiple of 16 bytes; integers are those that fp32 represents."""
+        """Return the `numbers` of `update_`, padded to a multiple of 16 bytes; fp32 represents all integers exactly."""
         place = divmod(self.noise.start % (1 << 32), 1 << 16)
         shared = [self.scale, self.first, self.second, self.eps, *map(float, (*self.noise.keys, *place))]
         width = SEGMENTS if len(self.segments) > 1 else 1
@@ -91,7 +91,7 @@ def update_(
     numbers: Tensor,
     ends: Tensor | None,
 ) -> None:
-    """Update `weights`, what is stored `beside` them, and `moments`, fp32 or bits of bfloat16, in place: all [n].
+    """Update `weights`, the tensor `beside` them, and `moments`, fp32 or bits of bfloat16, in place: all [n].
 
     Args:
         weights: see the table above.

@@ -6,8 +6,8 @@
     SCALED    divided by the number of tokens                    APPLIED
     APPLIED   used by an update                                  LOCAL, by `zero_grad`
 
-Users may also set gradients to None, or zero those in buffers of a wrapper, without a call of ours. So the state refers
-to one tensor of gradients: if another takes its place, gradients are LOCAL again.
+Users may also set gradients to None, or zero the buffers of a wrapper, without a call of this package. So the state
+refers to one tensor of gradients: if another takes its place, gradients are LOCAL again.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def add_up(
 
 @torch.no_grad()
 def scale_gradients(modules: Iterable[TrainedModule], factor: float | Tensor) -> None:
-    """Step 5 for all sums that this rank has: with a sharded optimizer on a GPU those of its own share."""
+    """Step 5 for all sums that this rank has: with a sharded optimizer on a GPU only the sums of its share."""
     summed = [gradients for module in modules for gradients in module.gradients.summed]
     if summed:
         torch._foreach_mul_(summed, factor)
@@ -217,8 +217,8 @@ Rectangle = tuple[Any, ...]
 class _PartialSlices:
     """The slices of a module whose gradients are partial over `tp`, in one buffer.
 
-    `local`: parameter and slice of those on this rank. `starts`: where each rectangle of any rank begins in the buffer.
-    `size`: elements of the buffer.
+    `local`: names of parameters, and their slices, on this rank. `starts`: where each rectangle of any rank begins in
+    the buffer. `size`: elements of the buffer.
     """
 
     local: Sequence[tuple[str, TensorSlice]]
@@ -393,8 +393,8 @@ Tokens = int | float | Tensor
 def finish_gradients(
     topology: Topology, modules: Mapping[str, Chunks | None], tokens: Tokens, *, error_if_nonfinite: bool = True
 ) -> None:
-    """Turn each rank's gradients into those of the mean loss over the tokens of the step, in place. All ranks call it
-    once, after the last backward pass of the step and before any optimizer's.
+    """Turn each rank's gradients into gradients of the mean loss over the tokens of the step, in place. All ranks call
+    it once, after the last backward pass of the step and before the step of any optimizer.
 
     A parameter without a gradient on this rank counts as zeros; frozen ones are skipped. Gradients of Megatron's
     `DistributedDataParallel` are in `main_grad`, with its distributed optimizer each rank's own share only. The means
@@ -458,7 +458,7 @@ def total_loss(topology: Topology, module: str, mine: float | Tensor | StepResul
     Args:
         topology: topology of all modules.
         module: the module whose loss it is.
-        mine: what a `Runner` returned, or this rank's sum of that module's losses, or of another number. It counts on
+        mine: the result of a `Runner`, or this rank's sum of that module's losses, or of another number. It counts on
             the same ranks as in `count_tokens`.
     """
     if isinstance(mine, StepResult):

@@ -190,7 +190,7 @@ class JointOptimizer(Optimizer):
     @torch.no_grad()
     def reload_model_params(self) -> None:
         """Copy the weights of the models to the fp32 masters, which would otherwise overwrite loaded weights in the
-        next step; `step` refuses such weights unless masters are on another device. The name is that of Megatron's.
+        next step; `step` refuses such weights unless masters are on another device.
         """
         for each in self.optimizers.values():
             each.reload_model_params()
@@ -215,7 +215,7 @@ class JointOptimizer(Optimizer):
 
         What ranks share and shards of a `DTensor` (FSDP2, PyTorch's tensor parallelism) have one key, and resume in any
         layout. Other shards (pipeline stages, Megatron's tensor and expert parallelism, states of `AdamW` and `SGD`)
-        have keys of their own, and resume in the same degrees.
+        have separate keys, and resume in the same degrees.
 
         Raises:
             UserError: on all ranks. A module has Megatron's optimizer, or a `DTensor` is where it would be pickled.
@@ -270,7 +270,7 @@ class JointOptimizer(Optimizer):
         return {key: self.optimizers[name].state_dict() for name, key in self._keys.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Load what `state_dict` returned on this rank, in the same layouts. Raises `UserError` for other modules."""
+        """Load a result of `state_dict` on this rank, in the same layouts. Raises `UserError` for other modules."""
         if state_dict.keys() != set(self._keys.values()):
             found, expected = ", ".join(state_dict) or "no modules", ", ".join(self._keys.values()) or "none"
             fix = "load what the same rank saved, in the same layouts"
@@ -283,7 +283,9 @@ class JointOptimizer(Optimizer):
 
 
 def _require_visible(value: Any, path: str = "state", *, pickled: bool = False) -> None:
-    """Check that `torch.distributed.checkpoint` pickles no `DTensor`, that of one rank for all. Raises `UserError`."""
+    """Check that `torch.distributed.checkpoint` pickles no `DTensor`, as it would save one rank's shard. Raises
+    `UserError`.
+    """
     if pickled and is_sharded(value):
         because, fix = "it is pickled, and one rank's is loaded by all", "put it in dicts and lists only"
         raise UserError.at(path, found="a DTensor in a tuple or object", expected="a dict", because=because, fix=fix)

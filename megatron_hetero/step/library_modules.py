@@ -1,5 +1,5 @@
 """Describes modules of any kind, as a library user passes them, as `TrainedModule`s: which parameters train, how tensor
-parallelism splits them, and what wrappers have done to their gradients. A wrapper may be around the whole module or any
+parallelism splits them, and how wrappers have reduced their gradients. A wrapper may be around the whole module or any
 module inside it.
 """
 
@@ -169,7 +169,9 @@ def require_unchanged(module: TrainedModule, before: Description, fix: str) -> N
 
 
 def dcp_key(*views: TrainedModule) -> str:
-    """Name what this rank has of a module: as on other ranks that have the same, or only other shards of `DTensor`s."""
+    """Return the key of this rank's shard of a module, the same on ranks with the same shard, or with other shards of
+    the same `DTensor`s.
+    """
     first = views[0]
     key = first.key
     for view in views:
@@ -327,7 +329,7 @@ def _tied(topology: Topology, name: str, parameters: Mapping[str, nn.Parameter])
 
 
 def global_names(chunk: nn.Module, buffers: Sequence[str] = ()) -> dict[str, str]:
-    """Map names of parameters and `buffers` of a stage to those in the whole module: by its method `global_name`, or by
+    """Map names of parameters and `buffers` of a stage to names in the whole module: by its method `global_name`, or by
     the numbers of Megatron-Core's layers, which count over all stages. Without either the result is empty.
     """
     paths = [*(path for path, _ in chunk.named_parameters()), *buffers]
@@ -363,7 +365,7 @@ class _Around(NamedTuple):
 
 
 class _Parameter(NamedTuple):
-    """A parameter, its path in its chunk, what is around it, and the group of FSDP2 that shards it, if one does."""
+    """A parameter, its path in its chunk, the wrappers around it, and the group of FSDP2 that shards it, if any."""
 
     path: str
     parameter: Any
@@ -372,7 +374,9 @@ class _Parameter(NamedTuple):
 
 
 def _walk(module: nn.Module, outer: _Around, around: dict[int, _Around], fsdp: dict[int, Any]) -> None:
-    """Add what is around each parameter inside `module`, which is inside `outer`, by identity, and groups of FSDP2."""
+    """Add the wrappers around each parameter inside `module`, which is inside `outer`, by identity, and groups of
+    FSDP2.
+    """
     for group in fsdp_groups(module):
         fsdp.update((id(each.sharded_param), group) for each in group.fsdp_params)
     if isinstance(module, DistributedDataParallel):
@@ -493,8 +497,8 @@ def _of_expert(name: str, of: _Parameter, rank: int) -> str:
 
 
 def _require_known_views(name: str, layout: Layout) -> None:
-    """Check that no view but that of experts sums gradients over other ranks than the main one: parameters do not name
-    others. Raises `UserError`.
+    """Check that only the view of experts sums gradients over other ranks than the main view: parameters cannot name
+    another view. Raises `UserError`.
     """
     for view in layout.views:
         if view != EXPERTS and layout.groups(*view.sum_axes) != layout.groups(*GRADIENT_AXES):

@@ -1,4 +1,4 @@
-"""Builds one optimizer for modules: those that a library user has built, and those of the program."""
+"""Builds one optimizer for all modules, of a library user or of the program."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def build_optimizers(
         modules: as for `finish_gradients`. A module whose parameters are all frozen has no optimizer.
         config: `AdamW` or `SGD`; Megatron's `OptimizerConfig`; or a function from a list of parameters to an optimizer
             of PyTorch, such as ``partial(torch.optim.AdamW, lr=1e-4)``; or one of these for each module, by name.
-        clip_grad: the largest norm over the gradients of all modules; 0 for any. The default is that of Megatron's
+        clip_grad: the largest norm over the gradients of all modules; 0 for any. The default is the value in Megatron's
             `config`, or 0.
         error_if_nonfinite: whether `step` refuses gradients that are NaN or infinite, and weights that have changed
             since the last update where fp32 masters would overwrite them. The host waits for both; with False, NaN is
@@ -325,8 +325,8 @@ def _clip_of(configs: Collection[Config], clip_grad: float | None) -> float:
 
 
 def _common_defaults(topology: Topology, optimizers: Mapping[str, ModuleOptimizer]) -> dict[str, Any]:
-    """Return the defaults that all optimizers of all ranks have: schedulers such as `OneCycleLR` read from them what
-    they may change, also on ranks that train nothing.
+    """Return the defaults that all optimizers of all ranks have. Schedulers such as `OneCycleLR` read from them which
+    settings they may change, also on ranks that train nothing.
     """
     by_rank = on_every(topology.host, lambda: [_defaults_of(each) for each in optimizers.values()])
     known = [defaults for rank in by_rank for defaults in rank if defaults]  # A share may have no elements.

@@ -66,7 +66,7 @@ class ModuleWeights(ABC):
 
     def publish(self) -> None:  # noqa: B027
         """Make the weights that each rank has updated visible to runs of the module. Collective if all ranks store all
-        weights; it may run beside what is computed next: see `wait`.
+        weights; later computation may overlap it: see `wait`.
         """
 
     def wait(self) -> None:  # noqa: B027
@@ -127,7 +127,7 @@ class ModuleGradients(ABC):
 
     @abstractmethod
     def finish(self) -> Tensor:
-        """Make the sums over the group visible to what is computed next.
+        """Make the sums over the group visible to later computation.
 
         Returns whether this rank's gradients were finite before they were summed, fp64 scalar.
         """
@@ -180,13 +180,13 @@ class TrainedModule:
 
     @property
     def key(self) -> str:
-        """The name of the module, followed by that of a further view."""
+        """The name of the module, followed by the name of a further view."""
         return self.name if self.view == MAIN else f"{self.name}.{self.view.name}"
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Parameters by name, shaped as before data-parallel ranks share them. Their values may not have arrived yet,
-        other than those of `weight` and `whole_weight`.
+        """Parameters by name, shaped as before data-parallel ranks share them. Their values may not have arrived yet;
+        `weight` and `whole_weight` wait for them.
         """
         return self.weights.parameters
 
@@ -267,7 +267,7 @@ class ModuleOptimizer(ABC):
         number of updates.
         """
 
-    def zero(self) -> None:  # noqa: B027 (the module zeroes its own)
+    def zero(self) -> None:  # noqa: B027 (the module zeroes its gradients)
         """Drop copies of gradients."""
 
     @abstractmethod
@@ -280,8 +280,8 @@ class ModuleOptimizer(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Everything that is needed to resume."""
+        """The state that is needed to resume."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned on this rank."""
+        """Load a result of `state_dict` on this rank."""

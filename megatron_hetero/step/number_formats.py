@@ -96,7 +96,7 @@ class FlatTensors:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Self:
-        """Merge those of the `tensors` that are neighbours in memory."""
+        """Merge `tensors` that are neighbours in memory."""
         merged = list[Tensor]()
         for tensor in tensors:
             if merged and _adjoin(merged[-1], tensor):

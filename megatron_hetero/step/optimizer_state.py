@@ -22,7 +22,7 @@ SECOND_MOMENT = "exp_avg_sq"
 
 @dataclass(frozen=True, eq=False)
 class OptimizerShard:
-    """Elements [start, stop) of a flattened parameter, and what an optimizer stores of them.
+    """Elements [start, stop) of a flattened parameter, and the optimizer's state of them.
 
     Attributes:
         start: first element, in the parameter on this rank.

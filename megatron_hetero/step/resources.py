@@ -1,6 +1,6 @@
-"""What a rank executes schedules with, what it stores of a micro-batch between actions, and what it checks in the first
-step: hidden states of each link, and gradients of rows that several ranks need. Ranks compare these through a store,
-since they run at different times. Waits have no time-out: a watchdog ends a wait that takes too long.
+"""Resources with which a rank executes schedules, the state of a micro-batch between actions, and checks of the first
+step: of hidden states of each link, and of gradients of rows that several ranks need. Ranks compare these through a
+store, since they run at different times. Waits have no time-out: a watchdog ends a wait that takes too long.
 """
 
 from __future__ import annotations
@@ -247,8 +247,8 @@ def joined_outputs(chunks: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def wrong_outputs(output: object, expected: Sequence[str], may_have: Sequence[str] = ()) -> str:
-    """Describe what is wrong with the output of a stage. Empty if it is one tensor for the only expected name, or has a
-    tensor by each of the names, and by some of `may_have`.
+    """Describe the fault of a stage's output. Empty if it is one tensor for the only expected name, or has a tensor for
+    each of the names, and for some of `may_have`.
     """
     if isinstance(output, Tensor):
         return "" if len(expected) == 1 else f"outputs {expected[0]}"

@@ -91,7 +91,7 @@ class Remaining:
     Attributes:
         axes: axes along which it is still to be summed.
         groups: their groups of ranks, one after the other.
-        factor: what it is to be multiplied by, since a wrapper has divided it.
+        factor: factor that undoes a wrapper's division.
     """
 
     axes: tuple[str, ...]
@@ -131,7 +131,7 @@ class WrappedGradients(ModuleGradients):
         state: progress of the gradients in a step.
         platform: platform of the topology.
         parameters: the trained parameters, by name.
-        remaining: what wrappers leave to do, by trained parameter.
+        remaining: reductions that wrappers leave to do, by trained parameter.
         in_main_grad: parameters whose gradients are in the buffers of Megatron's `DistributedDataParallel`; with its
             distributed optimizer each rank has the sums of its own share only.
         ddps: these wrappers.

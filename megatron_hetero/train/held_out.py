@@ -1,8 +1,9 @@
 """Loss and exact match of held-out data sets during training, in the layout of training.
 
-Samples take the path of a training step without its backward pass, through loaders and a forward-only schedule of their
-own; the state of training is untouched. Greedy decoding reproduces an answer if and only if, given the answer so far,
-the most likely token at each of its positions is the answer's. So the teacher-forced pass gives the exact match too.
+Samples take the path of a training step without its backward pass, through separate loaders and a forward-only
+schedule; the state of training is untouched. Greedy decoding reproduces an answer if and only if, given the answer so
+far, the most likely token at each of its positions is the answer's. So the teacher-forced pass gives the exact match,
+too.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class LogFolder:
                 self._named.add(key)
 
     def history(self) -> str:
-        """Return all lines so far, also those that could not be written yet; these alone if the file is unreadable."""
+        """Return all lines so far, also lines that could not be written yet; only these if the file is unreadable."""
         written = b""
         with suppress(OSError):
             written = read_own(self._path)

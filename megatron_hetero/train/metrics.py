@@ -135,8 +135,8 @@ class StepMetrics:
 class EvaluationMetrics:
     """Metrics of one held-out data set after one step (from 1), over all ranks.
 
-    `loss`: mean over all supervised tokens, in nats. `exact_match`: share of the samples `asked`, those with a
-    supervised token, whose answer greedy decoding would reproduce exactly. `samples`: without those skipped as too long
+    `loss`: mean over all supervised tokens, in nats. `asked`: samples with a supervised token. `exact_match`: share of
+    these whose answer greedy decoding would reproduce exactly. `samples`: all samples except those skipped as too long
     or bad. `bad`: see `bad_counts`.
     """
 
@@ -152,7 +152,7 @@ class EvaluationMetrics:
 
     @property
     def values(self) -> dict[str, Value]:
-        """Numbers by name; those that are not finite are None."""
+        """Numbers by name; None for numbers that are not finite."""
         values = {name: value for name, value in vars(self).items() if name not in ("step", "dataset", "bad")}
         return {name: _finite(value) for name, value in {**values, **self.bad}.items()}
 

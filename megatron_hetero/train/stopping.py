@@ -15,7 +15,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 class StopRequest:
-    """True once this rank was asked to stop. `seen`: the first signal that asked for it."""
+    """True once this rank was asked to stop. `seen`: the first signal to stop."""
 
     def __init__(self) -> None:
         self.seen: signal.Signals | None = None

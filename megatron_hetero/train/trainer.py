@@ -228,7 +228,7 @@ class Trainer:
             return bool(self.all_gather([float(bool(flag))]).max())
 
     def wait_for_all(self, what: str) -> None:
-        """Wait until all ranks have come here, however long they work. `what` describes the wait."""
+        """Wait until all ranks have called this, however long they work. `what` describes the wait."""
         with self.topology.watchdog.waiting(lambda: what):
             on_every(self.topology.host, lambda: None)
 
