@@ -211,7 +211,7 @@ def test_the_optimizer_alone_is_a_state_of_dcp(tmp_path: Path) -> None:
     saved, other = fresh(), fresh()
     before = saved.state_dict()
     dcp.save({"optimizer": saved}, checkpoint_id=tmp_path)
-    for state in other.parts["text"].state.values():
+    for state in other.by_module["text"].state.values():
         state["exp_avg"].zero_()
     dcp.load({"optimizer": other}, checkpoint_id=tmp_path)
     found = other.state_dict()
