@@ -1,61 +1,15 @@
-"""Metrics of a step and of an evaluation, as records of metrics.jsonl and as lines for the terminal; and figures that
-ranks exchange for them.
-"""
+"""Metrics of a step and of an evaluation, as records of metrics.jsonl and as lines for the terminal."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from itertools import chain
-from typing import Generic, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-T = TypeVar("T")
-U = TypeVar("U")
 Value = float | int | str | None
 """A metric in a record."""
 _RECORDED_OTHERWISE = ("data_time_s", "boundary_time_s", "stopping", "extra")
 """Attributes of `StepMetrics` that are recorded in another form, or not at all."""
-
-
-@dataclass(frozen=True)
-class StepFigures(Generic[T]):
-    """Figures of a step that ranks exchange: of one rank (`T` is float), or of all (`T` is a list by rank).
-
-    Attributes:
-        memory: peak bytes since the start of the run.
-        stopping: whether the rank was asked to stop.
-        padding: tokens of padding.
-        tokens: tokens of samples.
-        patch_padding: patches of padding.
-        patches: patches of samples.
-        balance: term of the loss that balances experts, not yet divided by supervised tokens.
-        loads: result of `take_loads`.
-        runs: seconds of each run of an encoder, by encoder.
-    """
-
-    memory: T
-    stopping: T
-    padding: T
-    tokens: T
-    patch_padding: T
-    patches: T
-    balance: T
-    loads: Sequence[T]
-    runs: Mapping[str, Sequence[T]]
-
-    def pack(self) -> list[T]:
-        """Return all figures in one list, of the same length on every rank."""
-        *numbers, loads, runs = vars(self).values()
-        return [*numbers, *loads, *chain.from_iterable(runs.values())]
-
-    def unpack(self, packed: Iterable[U]) -> StepFigures[U]:
-        """Return the figures, of the same step, that `pack` has put into `packed`."""
-        rest = iter(packed)
-        numbers = [next(rest) for _ in fields(self)[:-2]]
-        loads = [next(rest) for _ in self.loads]
-        runs = {name: [next(rest) for _ in seconds] for name, seconds in self.runs.items()}
-        return StepFigures(*numbers, loads=loads, runs=runs)
 
 
 @dataclass(frozen=True, kw_only=True)

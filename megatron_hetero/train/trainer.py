@@ -24,14 +24,13 @@ from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.axes import EXPERTS
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.schedule.contract import StepResult
-from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.step.algorithms import learning_rate
 from megatron_hetero.step.execution import SUMS
 from megatron_hetero.step.gradients import GradientSummary, clip_factor, require_finite
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.runner import Runner
 from megatron_hetero.train.measures import StepProfiler, peak_flops, step_flops, take_loads
-from megatron_hetero.train.metrics import StepFigures, StepMetrics
+from megatron_hetero.train.metrics import StepMetrics
 
 Laps = Mapping[str, Sequence[float]]
 """Seconds of this rank's runs of each module, and of crossings at boundaries."""
@@ -144,17 +143,27 @@ class Trainer:
         require_finite(f"step {step}", summary.faults, fix)
 
     def _metrics(
-        self, step: int, batch: StepBatch, laps: Laps, figures: StepFigures[float], loss: float = nan, norm: float = nan
+        self,
+        step: int,
+        batch: StepBatch,
+        laps: Laps,
+        figures: Mapping[str, float],
+        loss: float = nan,
+        norm: float = nan,
     ) -> StepMetrics:
         """Return the metrics of a step without its time. All ranks exchange their `figures`, once, before they update;
         the host waits for it.
         """
-        by_rank = figures.unpack(self.all_gather(figures.pack()).T.tolist())
-        layers, layouts = self.job.shapes.text.architecture.layers_in(EXPERTS.name), self.topology.layouts
-        loads = {number: max(load) for number, load in zip(layers, by_rank.loads, strict=True)}
+        columns = self.all_gather(list(figures.values())).T.tolist()
+        by_rank: dict[str, list[float]] = dict(zip(figures, columns, strict=True))
         encoders, balanced = self.job.shapes.encoders, self.job.balance and batch.supervised
+        loads = {number: max(by_rank[f"load {number}"]) for number in self._expert_layers}
         pieces = [(encoders[name], size) for name, sizes in batch.sizes.items() for size in sizes]
-        rounds = [[run[rank] for rank in layouts[name].ranks] for name, runs in by_rank.runs.items() for run in runs]
+        rounds = [
+            [by_rank[f"{name} run {number}"][rank] for rank in self.topology.layouts[name].ranks]
+            for name, count in self._run_counts(batch).items()
+            for number in range(count)
+        ]
         return StepMetrics(
             step=step,
             loss=loss,
@@ -163,54 +172,67 @@ class Trainer:
             tokens=batch.tokens,
             images=len(pieces),
             step_time_s=0.0,
-            peak_memory_bytes=int(max(by_rank.memory)),
+            peak_memory_bytes=int(max(by_rank["memory"])),
             skipped_samples=batch.skipped,
             boundary_time_s=sum(laps.get("boundary", [])),
-            stopping=bool(max(by_rank.stopping)),
+            stopping=bool(max(by_rank["stopping"])),
             extra={
                 "patches": sum(sum(shape.sequences(size)) for shape, size in pieces),
                 "supervised_tokens": batch.supervised,
                 **bad_counts(batch.bad),
                 "encoder_idle_share": idle_share(*rounds),
                 "encoder_idle_share_predicted": idle_share(*batch.encoder_loads),
-                "encoder_padding_share": _share(sum(by_rank.patch_padding), sum(by_rank.patches)),
+                "encoder_padding_share": _share(sum(by_rank["patch padding"]), sum(by_rank["patches"])),
                 "text_idle_share_predicted": idle_share(*batch.text_loads),
-                "text_padding_share": _share(sum(by_rank.padding), sum(by_rank.tokens)),
+                "text_padding_share": _share(sum(by_rank["padding"]), sum(by_rank["tokens"])),
                 **self._filled(batch),
                 **({"expert_load": max(loads.values())} if loads else {}),
                 **{f"expert_load_{number}": load for number, load in loads.items()},
-                **({"balance_loss": sum(by_rank.balance) / batch.supervised} if balanced else {}),
+                **({"balance_loss": sum(by_rank["balance loss"]) / batch.supervised} if balanced else {}),
             },
         )
 
-    def _figures(self, batch: StepBatch, laps: Laps, stop: object, result: StepResult | None) -> StepFigures[float]:
-        """Return this rank's figures of a step; `result` is None if nothing was trained. Collective over each stage of
-        the text module.
+    def _figures(self, batch: StepBatch, laps: Laps, stop: object, result: StepResult | None) -> dict[str, float]:
+        """Return this rank's figures of a step, with the same names on all ranks: peak bytes, whether it was asked to
+        stop, tokens and patches of samples and of padding, the term of the loss that balances experts, loads of experts
+        and seconds of each run of an encoder. `result`: None if nothing was trained. Collective over each stage of the
+        text module.
         """
-        encoders, layers = self.job.shapes.encoders, self.job.shapes.text.architecture.layers_in(EXPERTS.name)
-        schedule = self.job.schedule_of(len(batch.micro_batches))
+        encoders, layers = self.job.shapes.encoders, self._expert_layers
         shares = [micro_batch.share for micro_batch in batch.micro_batches]
         texts = [share.text for share in shares if share.text is not None]
         embedded = [(name, patches) for share in shares for name, patches in share.patches.items()]
         calls = [call for share in shares for name in share.patches for call in share.encoders[name]]
         sums = result.metrics.get(TEXT, {}) if result is not None and self.counts_loss else {}
-        return StepFigures(
-            memory=float(self.topology.platform.peak_memory_bytes()),
-            stopping=float(bool(stop)),
-            padding=float(sum(text.padded - len(text.tokens) for text in texts)),
-            tokens=float(sum(len(text.tokens) for text in texts)),
-            patch_padding=float(sum(call.padding for call in calls)),
-            patches=float(sum(patches.exchange.forward.needed * encoders[name].unit for name, patches in embedded)),
-            balance=float(sums.get("balance_loss", 0.0)),
-            loads=take_loads(self.optimizer.modules, self.topology, layers),
-            runs={name: self._runs(schedule, name, laps.get(name, ())) for name in encoders},
-        )
+        figures = {
+            "memory": float(self.topology.platform.peak_memory_bytes()),
+            "stopping": float(bool(stop)),
+            "padding": float(sum(text.padded - len(text.tokens) for text in texts)),
+            "tokens": float(sum(len(text.tokens) for text in texts)),
+            "patch padding": float(sum(call.padding for call in calls)),
+            "patches": float(sum(patches.exchange.forward.needed * encoders[name].unit for name, patches in embedded)),
+            "balance loss": float(sums.get("balance_loss", 0.0)),
+        }
+        for number, load in zip(layers, take_loads(self.optimizer.modules, self.topology, layers), strict=True):
+            figures[f"load {number}"] = load
+        for name, count in self._run_counts(batch).items():
+            seconds = laps.get(name, ())
+            for number in range(count):
+                figures[f"{name} run {number}"] = seconds[number] if number < len(seconds) else 0.0
+        return figures
 
-    def _runs(self, schedule: Schedule, encoder: str, seconds: Sequence[float]) -> list[float]:
-        """Return the seconds of each run of an encoder in a step, forward and backward; 0 if a rank has none."""
-        role = schedule.roles[schedule.role_index[self.topology.layouts[encoder].ranks[0]]]
-        count = sum(action.op == "run" and action.module == encoder for action in role.actions)
-        return [*seconds, *[0.0] * (count - len(seconds))]
+    @property
+    def _expert_layers(self) -> Sequence[int]:
+        """Numbers of the layers of the text module with experts."""
+        return self.job.shapes.text.architecture.layers_in(EXPERTS.name)
+
+    def _run_counts(self, batch: StepBatch) -> dict[str, int]:
+        """Return how often each encoder runs in a step, forward and backward."""
+        schedule, counts = self.job.schedule_of(len(batch.micro_batches)), dict[str, int]()
+        for name in self.job.shapes.encoders:
+            role = schedule.roles[schedule.role_index[self.topology.layouts[name].ranks[0]]]
+            counts[name] = sum(action.op == "run" and action.module == name for action in role.actions)
+        return counts
 
     def _filled(self, batch: StepBatch) -> dict[str, float | int]:
         """Return the share of a token budget that packs fill, and the number of micro-batches; nothing without a
