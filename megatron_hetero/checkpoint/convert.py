@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial as bind
 from math import prod
@@ -90,6 +90,11 @@ class OpenCheckpoint:
         record, index, _ = open_checkpoint(folder, RECORD, RunRecord.read, None, advance=advance)
         return cls(folder, record, index)
 
+    def dtypes(self, names: Iterable[str], base: Mapping[str, StoredWeights]) -> dict[str, torch.dtype]:
+        """Return the stored dtype of each tensor of the model, which is in the checkpoint or in a `base`."""
+        stored = index_dtypes(self.index)
+        return {name: base[name].dtype(name) if name in base else stored[f"{WEIGHTS}/{name}"] for name in names}
+
     def weight(self, name: str, shape: Shape, dtype: torch.dtype) -> Tensor:
         """Read one tensor of the model, in its stored dtype."""
         values = torch.empty(matrix(shape), dtype=dtype)
@@ -133,11 +138,8 @@ def export_checkpoint(
     require_configurations(sources, checkpoint)
     contents = contents_of(checkpoint.record, checkpoint.folder, sources, folders, plain, merge, _flag)
     stored = contents.tensors
-    checkpoint_dtypes, imported = index_dtypes(checkpoint.index), checkpoint.record.imported_from is not None
-    dtypes = {
-        name: contents.base[name].dtype(name) if name in contents.base else checkpoint_dtypes[f"{WEIGHTS}/{name}"]
-        for name in stored
-    }
+    imported = checkpoint.record.imported_from is not None
+    dtypes = checkpoint.dtypes(stored, contents.base)
     chosen = dtype or (STORED if imported else checkpoint.record.config["model"].get("dtype") or STORED)
     targets = dtypes if chosen == STORED else dict.fromkeys(dtypes, DTYPES[chosen])
     sizes = {name: prod(shape) * targets[name].itemsize for name, shape in stored.items()}

@@ -24,7 +24,7 @@ from megatron_hetero.models.layers.parts import Site
 from megatron_hetero.schedule.gathering import shares_weights
 from megatron_hetero.step.buffers import in_buffers
 from megatron_hetero.step.fully_sharded import ShardedStage, in_shards, shard_stage, without_weights
-from megatron_hetero.step.module import TrainedModule
+from megatron_hetero.step.module import ModuleGradients, ModuleWeights, TrainedModule
 
 
 @dataclass(frozen=True)
@@ -69,16 +69,7 @@ def build_module(module: ModuleJob, topology: Topology, weights: WeightSource) -
     trained = frozenset(name for each in maps for name, slices in each.items() if slices[0].name not in frozen)
     shard = None
     if shares_weights(settings.zero, max(view.group.size() for view in views), bool(trained)):
-        shard = partial(
-            shard_stage,
-            group=views[0].group,
-            device=topology.platform.device,
-            trained=trained,
-            gradients=getattr(torch, settings.precision.gradients),
-            zero=settings.zero,
-            adds_up=_adds_up(module),
-            further=[(view.group, view.names) for view in views[1:]],
-        )
+        shard = _shard(module, topology, views, trained)
     platform = topology.platform
     site = module.site(topology.collection(module.name), platform, choose_backend(module.backend, platform))
     offload = ActivationOffload(platform) if settings.offload.activations else None
@@ -101,24 +92,10 @@ def build_module(module: ModuleJob, topology: Topology, weights: WeightSource) -
         parameters[tied].shared_embedding = True  # pyright: ignore[reportAttributeAccessIssue]
     trained_views = list[TrainedModule]()
     for number, view in enumerate(views):
-        is_main = view.view == MAIN
         in_view = {name: parameter for name, parameter in parameters.items() if name in view.names}
-        key = module.name if is_main else f"{module.name}.{view.view.name}"
-        if shard is not None:
-            stages_in_view = tuple(sharded_views[number] for sharded_views in sharded_stages)
-            stored = in_shards(key, in_view, view.group, stages_in_view)
-        else:
-            stored = in_buffers(
-                key,
-                in_view,
-                chunks,
-                view.group,
-                in_one_bucket=coordinate.pp > 0,
-                prefers_all_reduce=platform.prefers_all_reduce,
-                sharded=module.optimizer.sharded,
-                gradients=getattr(torch, settings.precision.gradients),
-                adds_up=_adds_up(module),
-            )
+        stages_in_view = None if shard is None else tuple(each[number] for each in sharded_stages)
+        weights_in_view, gradients = _stored(module, topology, view, in_view, chunks, stages_in_view)
+        is_main = view.view == MAIN
         trained_views.append(
             TrainedModule(
                 name=module.name,
@@ -126,8 +103,8 @@ def build_module(module: ModuleJob, topology: Topology, weights: WeightSource) -
                 stages=tuple(coordinate.pp + i * layout.pp for i in range(len(stages))),
                 chunks=tuple(chunks),
                 maps=tuple(map(_merged, view.maps)),
-                weights=stored[0],
-                gradients=stored[1],
+                weights=weights_in_view,
+                gradients=gradients,
                 over_tp={name: "sum" for name, p in in_view.items() if getattr(p, "sequence_parallel", False)},
                 tied=tied if is_main else None,
                 tied_copy=tied if is_main and not any(stage.is_first for stage in stages) else None,
@@ -135,6 +112,47 @@ def build_module(module: ModuleJob, topology: Topology, weights: WeightSource) -
             )
         )
     return tuple(trained_views)
+
+
+def _shard(
+    module: ModuleJob, topology: Topology, views: Sequence[_RankView], trained: Collection[str]
+) -> Callable[..., tuple[ShardedStage, ...]]:
+    """Return a function that shards a stage, given its model, its names and `load`, by the settings of the module."""
+    return partial(
+        shard_stage,
+        group=views[0].group,
+        device=topology.platform.device,
+        trained=trained,
+        gradients=getattr(torch, module.settings.precision.gradients),
+        zero=module.settings.zero,
+        adds_up=_adds_up(module),
+        further=[(view.group, view.names) for view in views[1:]],
+    )
+
+
+def _stored(
+    module: ModuleJob,
+    topology: Topology,
+    view: _RankView,
+    parameters: Mapping[str, torch.nn.Parameter],
+    chunks: Sequence[Any],
+    stages: tuple[ShardedStage, ...] | None,
+) -> tuple[ModuleWeights, ModuleGradients]:
+    """Return the weights and gradients of a view: in the sharded `stages`, or in buffers if there are none."""
+    key = module.name if view.view == MAIN else f"{module.name}.{view.view.name}"
+    if stages is not None:
+        return in_shards(key, parameters, view.group, stages)
+    return in_buffers(
+        key,
+        parameters,
+        chunks,
+        view.group,
+        in_one_bucket=module.layout.coordinate(topology.rank).pp > 0,
+        prefers_all_reduce=topology.platform.prefers_all_reduce,
+        sharded=module.optimizer.sharded,
+        gradients=getattr(torch, module.settings.precision.gradients),
+        adds_up=_adds_up(module),
+    )
 
 
 def _adds_up(module: ModuleJob) -> bool:

@@ -250,13 +250,8 @@ def shard_stage(
     stages = list[ShardedStage]()
     for view in range(len(groups)):
         future = [each for run in runs for each in run if each.view == view]
-        sizes = [each.size for each in future]
-        flat = torch.zeros(sum(sizes), dtype=gradients, device=device)
-        units = [
-            _unit(each.gathered, each.starts, values, adds_up=adds_up)
-            for each, values in zip(future, flat.split(sizes), strict=True)
-        ]
-        stages.append(ShardedStage(tuple(units), flat, zero))
+        flat = torch.zeros(sum(each.size for each in future), dtype=gradients, device=device)
+        stages.append(ShardedStage(_units(future, flat, adds_up=adds_up), flat, zero))
     _order(model, [[each.gathered.module for each in run] for run in runs])
     return tuple(stages)
 
@@ -318,6 +313,15 @@ def _lay_out(module: Any, known: Mapping[str, tuple[str, dict[str, Any]]], ranks
             end += share_of(parameter.shape, ranks)
             parameter.register_post_accumulate_grad_hook(_drop)
     return starts, end
+
+
+def _units(future: Sequence[_FutureUnit], gradients: Tensor, *, adds_up: bool) -> tuple[Unit, ...]:
+    """Return the units of a stage in a view, whose gradients are consecutive in `gradients`."""
+    segments = gradients.split([each.size for each in future])
+    return tuple(
+        _unit(each.gathered, each.starts, segment, adds_up=adds_up)
+        for each, segment in zip(future, segments, strict=True)
+    )
 
 
 def _unit(gathered: Gathered, starts: Mapping[str, int], gradients: Tensor, *, adds_up: bool) -> Unit:
