@@ -275,7 +275,7 @@ def import_folders(
             target.parent.mkdir(parents=True, exist_ok=True)
         with file_lock.alone(lock_of(target), target, "import"):
             try:
-                discard(partial)  # left by a killed import
+                discard(partial)  # A killed import has left it.
                 partial.mkdir()
                 records = write_entries(partial, entries, None)
                 publish(partial, records | {RECORD: write_synced(partial / RECORD, record.to_json())})

@@ -232,7 +232,8 @@ def _settings(optimizer: JointOptimizer, record: _Record, checkpoint: Path) -> I
             fix = "build the optimizer that was saved, or load another checkpoint"
             raise UserError.at(checkpoint, found=f"{found} of module `{key}`", expected=kind, fix=fix)
     for group, names in _groups(optimizer):
-        recorded = [record.settings[name] for name in names if name in record.settings]  # Frozen ones had none.
+        # Parameters that were frozen had no settings.
+        recorded = [record.settings[name] for name in names if name in record.settings]
         if any(settings != recorded[0] for settings in recorded):
             fix = "choose `lr` and `weight_decay` that group parameters as before"
             raise UserError.at(checkpoint, problem=f"other settings in each of one group ({listed(names)})", fix=fix)

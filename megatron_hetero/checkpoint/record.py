@@ -340,7 +340,7 @@ class RunRecord:
         before, now = self.model_files, new.model_files
         if not before or MODEL in allowed:
             return
-        if self.imported_from is not None:  # Any run may start from these, with its own tokenizer.
+        if self.imported_from is not None:  # Any run may start from imported weights, with another tokenizer.
             before, now = alone(before, CONFIG), alone(now, CONFIG)
             if before.keys() != now.keys():
                 return

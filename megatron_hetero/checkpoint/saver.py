@@ -171,7 +171,7 @@ class HostCopies:
         """Return the entries with copies of their values, valid until the next call. Waits until they are copied."""
         values = [entry.values for entry in entries]
         if list(map(_kind, values)) != list(map(_kind, self._copies)):
-            self._copies = []  # Free them first.
+            self._copies = []  # Free the old copies before new ones are allocated.
             self._copies = [torch.empty(v.shape, dtype=v.dtype, pin_memory=self._platform.is_cuda) for v in values]
         for copy, entry in zip(self._copies, entries, strict=True):
             copy.copy_(entry.current(), non_blocking=True)

@@ -210,7 +210,7 @@ def _write(folder: Path, rank: int, entries: Sequence[Entry], records: dict[str,
     sizes = {place: chunk_of(entry).size * entry.values.itemsize for place, entry in enumerate(entries)}
     for number, places in enumerate(plan_shards(sizes, FILE_BYTES)):
         name = f"tensors-{rank}-{number}.safetensors"
-        # As safetensors does, to keep tensors aligned: large elements first.
+        # Large elements first keep tensors aligned, as in safetensors.
         shard = sorted((entries[place] for place in places), key=lambda entry: -entry.values.itemsize)
         head, chunks = _layout(name, shard)
         digest, size = hashlib.sha256(head), len(head)
@@ -269,7 +269,7 @@ def read_entries(
                     _read(folder, index, each)
             _read(folder, index, alone)
         except (MemoryError, torch.OutOfMemoryError):
-            raise  # No fault of the checkpoint.
+            raise  # Not a fault of the checkpoint.
         except Exception as error:
             problem = f"unreadable tensors on rank {_rank(group)} ({in_short(error)})"
             raise UserError.at(folder, problem=problem, fix=ANOTHER) from None

@@ -1,5 +1,5 @@
-"""Flat buffers for the gradients of a module, and for its weights if ranks update shares of them, cut into buckets; the
-sums of gradients over ranks, and the gathers of updated weights, bucket by bucket.
+"""Flat buffers for the gradients of a module, and for its weights if ranks update shares of them. Buffers are cut into
+buckets; sums of gradients over ranks, and gathers of updated weights, run bucket by bucket.
 
 Parameters are in reverse order, about that in which a backward pass computes their gradients, so that the first bucket
 is complete first. A parameter's gradient is accumulated in its attribute `main_grad`, a view, in a dtype that may be
@@ -260,7 +260,7 @@ class BufferedGradients(ModuleGradients):
         """There must be one gradient for each parameter in the backward pass."""
         if self._adds_up:
             return
-        if not self._hooked:  # After Megatron's hooks, which add gradients up.
+        if not self._hooked:  # Registered after Megatron's hooks, which add gradients up.
             for parameter, accumulator in self._accumulators:
                 accumulator.register_hook(partial(self._arrived, parameter))
             self._hooked = True

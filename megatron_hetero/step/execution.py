@@ -108,7 +108,7 @@ class StepExecution:
         for position, action in enumerate(self.actions):
             self.position = position
             with self._watched(action), self.resources.watch.part(self._timed_as(action), str(action)):
-                # Nothing is sent of a module that is absent from the micro-batch.
+                # A module that is absent from the micro-batch sends and receives nothing.
                 if action.op not in ("send", "irecv", "wait") or self._module_input(action) is not None:
                     handlers[action.op](action)
             if position in self.last_of_module:
@@ -248,7 +248,7 @@ class StepExecution:
         """
         self._require_result(action, outputs)
         if action.kind == "R" and not keeps:
-            outputs = {HIDDEN: outputs[HIDDEN]}  # Rows have crossed.
+            outputs = {HIDDEN: outputs[HIDDEN]}  # The rows have crossed already.
         if LOSS in outputs:
             if action.kind == "F":
                 loss = outputs[LOSS].detach()
@@ -258,7 +258,7 @@ class StepExecution:
                     self.losses[action.module] = loss.to(torch.float32, copy=True)
             if keeps and self.checks and not outputs[LOSS].requires_grad:
                 require_frozen(*action.place, self._model(action), inputs, outputs[LOSS])
-            if not keeps:  # an evaluation, or a forward that will be recomputed
+            if not keeps:  # Nothing goes back in an evaluation, or before a recomputed forward.
                 del outputs[LOSS]
         activation = self._activation(action)
         if len(call := self._call(action)) > 1:
@@ -275,7 +275,7 @@ class StepExecution:
             output: StageOutput = self._model(action)(given, *inputs)
         is_last = self._is_last_stage(action)
         expected = [*([] if is_last else [HIDDEN]), *self._crossing_names(action)] or [LOSS]
-        # A module that feeds others may have a loss of its own.
+        # A module that feeds others may also have a loss.
         may_have = [LOSS] if is_last and expected != [LOSS] else []
         if is_last and isinstance(output, Mapping) and METRICS in output:
             output = dict(output)
@@ -374,7 +374,7 @@ class StepExecution:
             names = self.graph.outputs_of(edge)
             if arrived := [row_grads.pop((edge, m)) for m in call if (edge, m) in row_grads]:
                 whole = torch.cat(arrived) if len(arrived) > 1 else arrived[0]
-                arrived.clear()  # Or they would stay beside it during the backward pass.
+                arrived.clear()  # Otherwise they would use memory during the backward pass.
                 for name, grad in zip(names, whole.chunk(len(names), dim=1), strict=True):
                     # Rows that several modules take have gradients from each.
                     grads[name] = grad if (other := grads.get(name)) is None else other + grad
@@ -413,7 +413,7 @@ class StepExecution:
                         chunk_grads[name] = grad.narrow(0, starts[name], len(outputs[name]))
                         starts[name] += len(outputs[name])
                 self._backpropagate(action, outputs, chunk_grads, is_last=is_last)
-                del outputs  # Or the next chunk would run beside them.
+                del outputs  # Otherwise they would use memory while the next chunk runs.
         if hidden is not None and hidden.requires_grad:
             hidden.grad = torch.cat([grad_of(leaf) for (leaf,) in arguments])
 

@@ -119,7 +119,7 @@ class ShardedGradients(ModuleGradients):
     def __init__(self, name: str, weights: ShardedWeights):
         self.state, self._weights = GradientState(name), weights
         units = (unit for stage in weights.stages for unit in stage.units)
-        # Of each trained parameter, flat, from this rank's first element on.
+        # The gradient of each trained parameter, flat, from this rank's first element on.
         self._by_name = {name: unit.gradients[start:] for unit in units for name, start in unit.places.items()}
 
     @property
@@ -361,7 +361,7 @@ def _adding_to(gradients: Tensor) -> Callable[[Tensor], None]:
     def add(reduced: Tensor) -> None:
         assert len(reduced) == len(gradients), "some trained parameter of a unit got no gradient"
         if reduced.is_cuda:
-            # FSDP2 allocates it in another stream, and frees it without waiting for this one.
+            # FSDP2 allocates it in another stream, and frees it without a wait for this one.
             reduced.record_stream(torch.cuda.current_stream())
         gradients.add_(reduced)
 
@@ -382,7 +382,7 @@ def _order(model: nn.Module, runs: Sequence[Sequence[Any]]) -> None:
     for earlier, later in pairwise(runs[:-1]):  # The rest of a stage is gathered before all others.
         earlier[0].set_modules_to_forward_prefetch([*later])
     for first, *_ in runs[:1]:
-        first.set_modules_to_backward_prefetch([first])  # Nothing, in place of FSDP2's own order.
+        first.set_modules_to_backward_prefetch([first])  # Prefetch nothing, instead of FSDP2's order.
     for inside in (each for _, *others in runs for each in others):
         inside.set_modules_to_backward_prefetch([inside])
         inside.set_modules_to_forward_prefetch([inside])

@@ -137,7 +137,8 @@ def _masters(weights: Tensor, beside: Tensor | None) -> Tensor:
         return _widened(weights)
     if beside.dtype == torch.float32:
         return beside
-    upper = weights.int() + (beside.int() >> 15)  # Rounded up where the first bit is 1: then -1.
+    # Subtract 1 where the first bit of `beside` is 1: the weight was rounded up.
+    upper = weights.int() + (beside.int() >> 15)
     return ((upper << 16) | (beside.int() & _LOW)).view(torch.float32)
 
 

@@ -359,7 +359,7 @@ def sum_of_squares(counted: Sequence[tuple[Tensor, float]], device: torch.device
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=device)
     is_wide = any(values.dtype == torch.float64 for values, _ in counted)
-    # All norms at once: a model has hundreds of parameters.
+    # All norms in few kernels: a model has hundreds of parameters.
     norms = torch._foreach_norm([values for values, _ in counted], dtype=torch.float64 if is_wide else torch.float32)
     shares = torch.tensor([share for _, share in counted], dtype=torch.float64)
     return torch.dot(torch.stack(norms).double().square(), on_device(shares, device))
@@ -376,7 +376,7 @@ def _counted_segments(module: TrainedModule, name: str) -> Iterator[tuple[Tensor
     yield gradient, 1.0
     width = module.parameters[name].shape[1:].numel()
     for tensor_slice, copies in zip(module.local_map[name], held.copies, strict=True):
-        if copies > 1:  # Subtract what is counted too often.
+        if copies > 1:  # Subtract the squares that other ranks count, too.
             start = max(begin, tensor_slice.at * width)
             stop = min(end, (tensor_slice.at + tensor_slice.rows[1] - tensor_slice.rows[0]) * width)
             yield gradient[start - begin : max(start, stop) - begin], 1 / copies - 1
@@ -523,7 +523,7 @@ def factor_of(topology: Topology, tokens: Tokens | None) -> float | Tensor:
         shown = "counted" if is_counted else "None"
     else:
         shown = f"{number:.17g}"
-        if number == 0 and is_tensor:  # A number 0 is refused, and 0 in a tensor is not.
+        if number == 0 and is_tensor:  # 0 is accepted in a tensor, and refused as a number.
             shown += " in a tensor"
     fix = "give the tokens of the whole step, which `count_tokens` adds up"
     require_equal(topology.host, "gradients", {"tokens": shown}, fix)

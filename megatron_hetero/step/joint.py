@@ -255,7 +255,7 @@ class JointOptimizer(Optimizer):
 
     @property
     def _keys(self) -> dict[str, str]:
-        """The keys of the optimizers in their `state_dict`. Shards of states have one on each rank."""
+        """The keys of the optimizers in `state_dict`. A shard of states has a separate key on each rank."""
         keys = dict[str, str]()
         for name, optimizer in self.optimizers.items():
             keys[name] = dcp_key(optimizer.module)

@@ -87,7 +87,8 @@ def require_replicas(modules: Sequence[TrainedModule]) -> None:
             if group.size() > 1 and (differing := unlike(group, f"module `{module.name}`", numbered)):
                 gathered.append((module.name, differing, dist.get_process_group_ranks(group)))
     fix = "build, freeze and wrap the module in the same way on all its ranks, whose gradients are summed"
-    for name, differing, ranks in gathered:  # Only now: ranks that raise would leave those of other groups waiting.
+    # After all comparisons: a rank that raises earlier would leave ranks of other groups waiting.
+    for name, differing, ranks in gathered:
         require_alike(f"module `{name}`: trainable parameters", differing, ranks, fix)
 
 
@@ -136,7 +137,8 @@ Description = Mapping[str, tuple[int, bool, int]]
 def described(module: TrainedModule) -> Description:
     """Describe the parameters of a module on this rank. FSDP2 has resharded them afterwards."""
     chunks: Any = module.chunks
-    trains = [p.requires_grad for chunk in chunks for p in chunk.parameters()]  # Before FSDP2 replaces them.
+    # Read before FSDP2 replaces the parameters.
+    trains = [p.requires_grad for chunk in chunks for p in chunk.parameters()]
     reshard(chunks)
     prefixes = [f"stage {stage}: " if len(chunks) > 1 else "" for stage in module.stages]
     named = [(at + path, p) for at, chunk in zip(prefixes, chunks, strict=True) for path, p in chunk.named_parameters()]
@@ -232,7 +234,7 @@ def _trained_views(topology: Topology, name: str, chunks: tuple[nn.Module, ...])
 
 
 def _view_of(layout: Layout, of: _Parameter) -> View:
-    """Return the view of a parameter: Megatron marks those of experts that not all data-parallel ranks have."""
+    """Return the view of a parameter: Megatron marks parameters of experts that only some data-parallel ranks have."""
     return EXPERTS if EXPERTS in layout.views and not getattr(of.parameter, "allreduce", True) else MAIN
 
 
@@ -413,7 +415,7 @@ class _Module:
         left = tuple(axis for axis in sum_axes if axis not in reduced and self.degrees[axis] > 1)
         groups = [self.topology.group(self.name, axis) for axis in left]
         if left and all(axis in left or self.degrees[axis] == 1 for axis in sum_axes):
-            groups = [self.topology.group(self.name, *sum_axes)]  # One that communicates along all of them.
+            groups = [self.topology.group(self.name, *sum_axes)]  # One group for all axes.
         return Remaining(left, tuple(groups), divisor)
 
     def copies(self, of: _Parameter) -> int:

@@ -329,7 +329,8 @@ def _common_defaults(topology: Topology, optimizers: Mapping[str, ModuleOptimize
     settings they may change, also on ranks that train nothing.
     """
     by_rank = on_every(topology.host, lambda: [_defaults_of(each) for each in optimizers.values()])
-    known = [defaults for rank in by_rank for defaults in rank if defaults]  # A share may have no elements.
+    # A rank whose share has no elements has none.
+    known = [defaults for rank in by_rank for defaults in rank if defaults]
     first = known[0] if known else {}
     return {name: value for name, value in first.items() if all(name in defaults for defaults in known)}
 

@@ -1,4 +1,4 @@
-"""What a program needs to build and run models of Megatron-Core in the layouts of a topology.
+"""Prepares a process for models of Megatron-Core, and runs them in the layouts of a topology.
 
 prepare_megatron(topology, seed=1)
 model = GPTModel(config, spec, vocabulary, length, pg_collection=topology.collection("text"))

@@ -268,7 +268,7 @@ class Blocks8:
         limit = 0.5 if noise is None else noise.bits(len(position), position.device) * 2.0**-BITS
         codes = above - (position <= limit).int()
         if self.squares:
-            codes = torch.where(shares > 0, codes.clamp(min=1), codes)  # A divisor: never 0 where it was not.
+            codes = torch.where(shares > 0, codes.clamp(min=1), codes)  # A divisor must not become 0.
         self.codes[start : start + len(values)].copy_(codes, non_blocking=True)
         self.scales[first:last].copy_(scales, non_blocking=True)
 
@@ -405,7 +405,7 @@ def upper_half(bits: Tensor) -> Tensor:
 
 def joined(weights: Tensor, lower: Tensor) -> Tensor:
     """Restore fp32 numbers from bfloat16 `weights`, the `rounded` numbers, and the `lower` halves, int16."""
-    upper = weights.contiguous().view(torch.int16) + (lower >> 15)  # Rounded up where its first bit is 1: then -1.
+    upper = weights.contiguous().view(torch.int16) + (lower >> 15)  # -1 where the weight was rounded up.
     return torch.stack((lower, upper), 1).view(torch.float32).view(-1)
 
 

@@ -224,7 +224,7 @@ class ShardOptimizer(ModuleOptimizer):
                 maximize=False,
             )
         noise = None if self._is_plain(state) else self._noise(state, batch.names[0], batch.start, step)
-        for draw, numbers, whole in zip((2, 0, 1), stored, wholes, strict=False):  # As the fused update draws.
+        for draw, numbers, whole in zip((2, 0, 1), stored, wholes, strict=False):  # The draws of the fused update.
             if whole is not None:
                 numbers.write(batch.start, whole, noise and replace(noise, number=draw))
 
@@ -257,7 +257,7 @@ class ShardOptimizer(ModuleOptimizer):
         name, shard = next(iter(state.shards.items()))
         name = self.module.local_map[name][0].name
         if first == self.module.tied:
-            # Its copies have other names, and other places, on other stages.
+            # Copies of a tied parameter have other names and places on other stages.
             name, shard = "tied", state.shards[first]
             start += shard.start - shard.at
         return Noise.of(f"{self.algorithm.seed}/{self.module.name}/{name}/{shard.start}/{step}", start)

@@ -65,7 +65,7 @@ def export_model(
     Raises:
         SharedError: the folder cannot be written; nothing of it is left then.
     """
-    on_first(topology.files, lambda: require_writable(target))  # Before anything is sent.
+    on_first(topology.files, lambda: require_writable(target))  # Checked before anything is sent.
     shards, working = gather_parameters(modules, topology, only=only), topology.watchdog.working
 
     def write() -> None:
@@ -79,7 +79,7 @@ def export_model(
                 with working():
                     writing.close()
         except Exception as error:
-            deque(shards, maxlen=0)  # Others send regardless.
+            deque(shards, maxlen=0)  # Other ranks still send.
             if isinstance(error, UserError):
                 raise
             problem = f"internal error, the model was not written:\n{traceback.format_exc()}"

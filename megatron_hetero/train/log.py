@@ -170,7 +170,7 @@ class WandB:
             self._run.define_metric("*", step_metric="step")
             with replacing(file) as new:
                 new.write_text(f"{self._run.id}\n", encoding="utf-8")
-        except Exception as error:  # Its exceptions share no base class with those of its dependencies.
+        except Exception as error:  # Exceptions of W&B and its dependencies share no base class.
             problem = f"Weights & Biases does not start ({in_short(error)})"
             fix = "run `wandb login`, or set WANDB_MODE=offline, or remove log.wandb"
             raise UserError.at("log.wandb (--log.wandb)", problem=problem, fix=fix) from None
@@ -314,7 +314,7 @@ class MetricsWriter(Writer):
         for tracker in tuple(self._trackers):
             try:
                 tracker.log(step, numbers)
-            except Exception as error:  # Theirs share no base class.
+            except Exception as error:  # Exceptions of trackers share no base class.
                 self._trackers.remove(tracker)
                 fix = "free space or restore access for the next run; metrics.jsonl has all steps"
                 problem = f"stopped recording ({in_short(error)})"

@@ -50,7 +50,7 @@ class Run:
             with self.trainer.watched(f"the data of step {step}"):
                 batch = next(batches)
             in_a_row = 0 if batch.sample_lengths else in_a_row + batch.skipped + len(batch.bad)
-            if in_a_row >= min(len(self.loader.mixture), everything):  # The whole mixture, or the whole run.
+            if in_a_row >= min(len(self.loader.mixture), everything):  # All samples of the mixture, or of the run.
                 what = f"longer than {data.max_seq_length} tokens" + (" or bad" if batch.bad else "")
                 problem = f"all of {in_a_row} samples in a row are {what} and were skipped"
                 where, fix = "data.max_seq_length (--data.max_seq_length)", "raise it, or lower data.max_pixels"
