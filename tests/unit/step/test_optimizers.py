@@ -295,6 +295,8 @@ def test_gradients_are_finished_once() -> None:
         model.weight.sum().backward()
         with pytest.raises(UserError, match="gradients of `text`: they are not finished"):
             optimizer.step(tokens=None)
+        with pytest.raises(UserError, match="gradients of `text`: they are not finished"):
+            optimizer.update(0.5)
         with pytest.raises(UserError, match="gradients: tokens: found 2 on rank 0 and 3 on rank 1"):
             optimizer.step(tokens=2 + topology.rank)
         finish_gradients(topology, {"text": model}, 2)
