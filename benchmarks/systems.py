@@ -34,7 +34,7 @@ from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.items.pictures import PixelLimits
 from megatron_hetero.models.items.types import Piece
 from megatron_hetero.models.layers import linear as products
-from megatron_hetero.step.buffers import BucketSums
+from megatron_hetero.step.buffers import BufferedGradients
 from pretrain_vlm import build_run
 
 LEARNING_RATE = 1e-4
@@ -90,15 +90,15 @@ class PhaseWatch(Stopwatch):
 
 @contextlib.contextmanager
 def _sums_apart(meter: CollectiveMeter) -> Iterator[None]:
-    """Inside, sums of gradients that begin within a module's backward pass are not counted as the module's."""
-    real = BucketSums._start
+    """Inside, sums of gradients that begin within a module's backward pass do not count as its own."""
+    real = BufferedGradients._start
 
-    def start(sums: BucketSums, place: int) -> None:
+    def start(sums: BufferedGradients, place: int) -> None:
         before, meter.phase = meter.phase, "gradient sums"
         real(sums, place)
         meter.phase = before
 
-    with mock.patch.object(BucketSums, "_start", start):
+    with mock.patch.object(BufferedGradients, "_start", start):
         yield
 
 

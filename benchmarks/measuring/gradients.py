@@ -14,4 +14,4 @@ def whole_gradient(module: TrainedModule, name: str) -> Tensor:
     """
     if name not in module.trained:
         return torch.zeros(module.parameters[name].shape)
-    return module.data_parallel.whole(name, module.data_parallel.accumulated(name)[0])
+    return module.weights.whole(name, module.gradients.accumulated(name)[0])

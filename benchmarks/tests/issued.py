@@ -23,7 +23,7 @@ from benchmarks.roofline.costs import ask_of
 from benchmarks.roofline.timeline import Timeline, works_noted
 from megatron_hetero.models.layers.linear import _Linear
 from megatron_hetero.models.layers.overlapped import first_in_chunks, second_in_chunks
-from megatron_hetero.step.buffers import Bucket, BucketSums, WeightGathers
+from megatron_hetero.step.buffers import Bucket, BufferedGradients, BufferedWeights
 
 RANKS, PARTS, ROWS, WIDTH = 4, 4, 6, 8
 """Parts of a layer's tokens, or buckets; rows that a rank has of each, of so many elements."""
@@ -108,10 +108,14 @@ def _gathers(queues: int) -> float:
     flats = [torch.ones(RANKS * ROWS * WIDTH) for _ in model]
     both = list(zip(flats, model, strict=True))
     buckets = [Bucket(flat, flat, flat, flat[: ROWS * WIDTH], tuple(of.parameters())) for flat, of in both]
-    gathers = WeightGathers("text", buckets, _world(), [(of, list(of.parameters())) for of in model])
+    parameters = dict(model.named_parameters())
+    weights = BufferedWeights(
+        parameters=parameters, group=_world(), owned={}, sharded=True, name="text", buckets=buckets
+    )
+    weights.hold_back([(layer, list(layer.parameters())) for layer in model])
 
     def step() -> None:
-        gathers.start()
+        weights.publish()
         model(x)
 
     return ended(queues, step)
@@ -126,7 +130,7 @@ def _sums(queues: int) -> float:
         Bucket(flat, flat[: 5 * ROWS * WIDTH], None, None, (p,)) for flat, p in zip(flats, parameters, strict=True)
     ]
     accumulators = [(p, p.view_as(p).grad_fn.next_functions[0][0]) for p in parameters]  # pyright: ignore[reportOptionalMemberAccess]
-    sums = BucketSums("text", buckets, _world(), accumulators)  # pyright: ignore[reportArgumentType]
+    sums = BufferedGradients("text", dict(model.named_parameters()), buckets, _world(), accumulators)  # pyright: ignore[reportArgumentType]
     out = model(x).sum()
     sums.expect(parameters)
     return ended(queues, out.backward)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.base.errors import UserError, listed
-from megatron_hetero.checkpoint.convert import STORED, Advance, Copied, require_apart
+from megatron_hetero.checkpoint.convert import STORED, Copied, require_apart
 from megatron_hetero.checkpoint.record import ModelSources
 from megatron_hetero.checkpoint.recorded_adapters import adapters_of, replaced
+from megatron_hetero.checkpoint.storage import Advance
 from megatron_hetero.config.lora import LoraConfig
 from megatron_hetero.config.modules import ModuleConfig
 from megatron_hetero.data.tokenizer import export_changes

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint of a model, and the parts of them that each rank writes and reads."""
+"""The tensors of a checkpoint of a model, and the entries of them that each rank writes and reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_hetero.step.optimizer_state import OptimizerShard
 
 
 def expected_shapes(shapes: Mapping[str, Shape], frozen: Collection[str], optimizer: OptimizerKind) -> dict[str, Shape]:
-    """Return the shapes of all tensors of a checkpoint, except random states, for a model of the stored `shapes`.
+    """Return the shapes of all tensors of a checkpoint, except random states, for a model with tensors of `shapes`.
     `frozen`: tensors that do not train.
     """
     trained = {name: shape for name, shape in shapes.items() if optimizer.moments and name not in frozen}
@@ -33,7 +33,7 @@ def written(
     state: JointOptimizer, shapes: Mapping[str, Shape], frozen: Collection[str] | None = None
 ) -> Iterator[Entry]:
     """Yield the entries that this rank writes. Over all ranks, each element of each tensor is written once. `frozen`:
-    those to write of the tensors that do not train; None for all.
+    the tensors to write among those that do not train; None for all.
     """
     for module in state.modules:
         optimizer = state.sharded.get(module.key)
@@ -44,9 +44,9 @@ def written(
             if frozen is not None and not parameter.requires_grad:
                 slices = [tensor_slice for tensor_slice in slices if tensor_slice.name in frozen]
             if optimizer is None or not parameter.requires_grad:
-                weights = module.data_parallel.weights(name)
+                weights = module.weights.values(name)
                 yield from _written_weights(slices, module, name, Plain(weights, weights.device), shapes)
-            elif not module.data_parallel.sharded:
+            elif not module.weights.sharded:
                 yield from _written_weights(slices, module, name, optimizer.shards[name].master, shapes)
             elif name in optimizer.shards:
                 yield from _written_shard(slices, parameter, optimizer.shards[name], shapes)
@@ -55,10 +55,10 @@ def written(
 def _written_weights(
     slices: Sequence[TensorSlice], module: TrainedModule, name: str, stored: Stored, shapes: Mapping[str, Shape]
 ) -> Iterator[Entry]:
-    """Yield an equal part of weights that all data- and context-parallel ranks have; else the part of this rank."""
-    group, parameter, (begin, end) = module.replicas, module.parameters[name], module.data_parallel.stored(name)
+    """Yield the weights that this rank stores, or an equal share if all data- and context-parallel ranks store them."""
+    group, parameter, (begin, end) = module.replicas, module.parameters[name], module.weights.stored(name)
     start, stop = begin, end
-    if not module.data_parallel.reduces_early:
+    if not module.gradients.reduces_early:
         start, stop = (parameter.numel() * (group.rank() + i) // group.size() for i in range(2))
     blocks = cut(slices, width_of(parameter), start, stop)
     yield from _stored_entries(WEIGHTS, blocks, stored, start - begin, shapes)
@@ -76,31 +76,33 @@ def _written_shard(
 
 
 def read(
-    state: JointOptimizer, shapes: Mapping[str, Shape], found: Collection[str], *, imported: bool = False
+    state: JointOptimizer, shapes: Mapping[str, Shape], available: Collection[str], *, imported: bool = False
 ) -> Iterator[Entry | Sequence[Entry]]:
-    """Yield the entries that this rank reads: of trained weights the masters, from which `renew_weights` computes the
-    weights of all ranks. What was not `found` stays as initialised: states of a part that was frozen when the
-    checkpoint was written, and weights that it lacks. `imported`: whether weights are those of a model's folder,
-    rounded as if read from there, from which optimizers then start.
+    """Yield the entries that this rank reads. Of trained weights it reads the masters, from which `renew_weights`
+    computes the weights of all ranks.
+
+    `available`: tensors of the checkpoint that are read. Other numbers stay as initialised: states of parameters that
+    were frozen when the checkpoint was written, and weights that it lacks. `imported`: whether weights come from a
+    model's folder, rounded as if read from there; optimizers then start from them.
     """
     for module in state.modules:
         optimizer = None if imported else state.sharded.get(module.key)
-        for name, slices in module.own_map.items():
+        for name, slices in module.local_map.items():
             parameter = module.parameters[name]
-            held = [each for each in slices if not each.empty and f"{WEIGHTS}/{each.name}" in found]
-            if not held:
+            present = [each for each in slices if not each.empty and f"{WEIGHTS}/{each.name}" in available]
+            if not present:
                 continue
-            flat, width = module.data_parallel.weights(name), width_of(parameter)
+            flat, width = module.weights.values(name), width_of(parameter)
             if optimizer is None or not parameter.requires_grad:
-                blocks = cut(held, width, *module.data_parallel.stored(name))
+                blocks = cut(present, width, *module.weights.stored(name))
                 if imported or flat.dtype != torch.bfloat16:
                     yield from entries(WEIGHTS, blocks, flat, shapes)
-                else:  # Of masters, if it was trained before.
+                else:  # The checkpoint has masters if the parameter was trained before.
                     staged = flat.float().cpu()
                     yield list(entries(WEIGHTS, blocks, staged, shapes))
                     write_all(Master(FlatTensors((flat,))), staged, flat.device)
             elif name in optimizer.shards:
-                yield from _read_shard(optimizer.shards[name], held, width, shapes, found)
+                yield from _read_shard(optimizer.shards[name], present, width, shapes, available)
 
 
 def _read_shard(
@@ -108,29 +110,29 @@ def _read_shard(
     slices: Sequence[TensorSlice],
     width: int,
     shapes: Mapping[str, Shape],
-    found: Collection[str],
+    available: Collection[str],
 ) -> Iterator[Entry | Sequence[Entry]]:
     blocks = list(cut(slices, width, shard.start, shard.stop))
-    updated = all(f"{STEP}/{tensor_slice.name}" in found for tensor_slice in slices)
+    updated = all(f"{STEP}/{tensor_slice.name}" in available for tensor_slice in slices)
     for kind, stored in shard.stored.items():
         if kind != WEIGHTS and not updated:
             continue
         if stored.values is not None and not (kind == WEIGHTS and stored.values.dtype == torch.bfloat16):
             yield from entries(kind, blocks, stored.values, shapes)
             continue
-        # Stored in another form: read on the host, one parameter at a time. Padding is not in the checkpoint.
+        # Another format is read on the host, one parameter at a time. Padding is not in the checkpoint.
         staged = unpacked(stored, 0, shard.stop - shard.start)
         yield list(entries(kind, blocks, staged, shapes))
         write_all(stored, staged, shard.gradient.device)
     if shard.moments and slices and updated:
-        # All stored tensors that a parameter is made of were updated together.
+        # All stored tensors of a parameter were updated together.
         yield Entry(f"{STEP}/{slices[0].name}", (1,), (0,), shard.updates.view(1))
 
 
 def _stored_entries(
     kind: str, blocks: Iterable[FlatBlock], stored: Stored, start: int, shapes: Mapping[str, Shape]
 ) -> Iterator[Entry]:
-    """Yield blocks of numbers in any form as entries; offsets of blocks count from `start`."""
+    """Yield blocks of numbers in any format as entries; offsets of blocks count from `start`."""
     if stored.values is not None:
         yield from entries(kind, blocks, stored.values[start:], shapes)
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial as bind
 from math import prod
@@ -17,21 +17,16 @@ from megatron_hetero.base.errors import UserError, reason
 from megatron_hetero.base.files import resolved
 from megatron_hetero.base.outputs import (
     chosen_in,
-    damaged,
     discard,
     is_ours,
     lock_of,
     name_of,
     partial_of,
     publish,
-    read_manifest,
-    require_own_name,
-    verify,
     whole,
     write_synced,
 )
 from megatron_hetero.checkpoint.index import (
-    INDEX,
     WEIGHTS,
     Entry,
     Index,
@@ -39,12 +34,11 @@ from megatron_hetero.checkpoint.index import (
     index_dtypes,
     index_shapes,
     matrix,
-    open_index,
 )
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import ModelSources, RunRecord, alone, differences, hashes
 from megatron_hetero.checkpoint.recorded_adapters import fingerprints, require_same_bases, with_recorded
-from megatron_hetero.checkpoint.storage import read_entries, write_entries
+from megatron_hetero.checkpoint.storage import Advance, open_checkpoint, read_entries, write_entries
 from megatron_hetero.data.tokenizer import export_changes
 from megatron_hetero.hf.model_files import CONFIG, ENCODERS, SHARD_BYTES, SINGLE, require_writable
 from megatron_hetero.hf.model_files import INDEX as WEIGHTS_INDEX
@@ -73,8 +67,6 @@ UNTRAINED = name_of(0)
 """The name of imported weights in a `checkpoint.dir`, from which a run starts at step 1."""
 _ROWS = 4096
 """Rows of a stored copy that are compared at a time."""
-Advance = Callable[[str, int, int], None]
-"""Receives progress: the activity, bytes done, bytes in total."""
 
 
 @dataclass(frozen=True)
@@ -99,17 +91,13 @@ class OpenCheckpoint:
     def open(cls, path: Path, advance: Advance = lambda *_: None) -> OpenCheckpoint:
         """Verify every file of the checkpoint `path`, or of the newest in it. Raises `UserError` with all faults."""
         folder = chosen_in(path)
-        manifest = read_manifest(folder, (INDEX, RECORD))
-        faults, total, done = [], sum(record.size for record in manifest.values()), 0
-        for name in sorted(manifest):
-            faults += verify(folder, manifest, [name])
-            done += manifest[name].size
-            advance("checking", done, total)
-        if faults:
-            raise damaged(folder, faults)
-        record = RunRecord.read(folder)
-        require_own_name(folder, record.step, RECORD)
-        return cls(folder, record, open_index(folder, manifest))
+        record, index, _ = open_checkpoint(folder, RECORD, RunRecord.read, None, advance=advance)
+        return cls(folder, record, index)
+
+    def dtypes(self, names: Iterable[str], base: Mapping[str, StoredWeights]) -> dict[str, torch.dtype]:
+        """Return the stored dtype of each tensor of the model, which is in the checkpoint or in a `base`."""
+        stored = index_dtypes(self.index)
+        return {name: base[name].dtype(name) if name in base else stored[f"{WEIGHTS}/{name}"] for name in names}
 
     def weight(self, name: str, shape: Shape, dtype: torch.dtype) -> Tensor:
         """Read one tensor of the model, in its stored dtype."""
@@ -136,7 +124,7 @@ def export_checkpoint(
         checkpoint: provides the weights.
         target: a new or empty folder, or an earlier export, which is replaced.
         sources: provide configuration, tokenizer and processor.
-        dtype: of the weights: float32, bfloat16, or "stored" for the checkpoint's own (master weights are float32).
+        dtype: dtype of the weights: float32, bfloat16, or "stored" for the checkpoint's (master weights are float32).
             None: `model.dtype` of the run; "stored" for imported weights.
         limit: maximum bytes of a weight file, and in memory.
         advance: receives progress.
@@ -154,8 +142,8 @@ def export_checkpoint(
     require_configurations(sources, checkpoint)
     contents = _contents_of(checkpoint, sources, folders, plain, merge)
     stored = contents.tensors
-    of_all, imported = index_dtypes(checkpoint.index), checkpoint.record.imported_from is not None
-    dtypes = {n: contents.base[n].dtype(n) if n in contents.base else of_all[f"{WEIGHTS}/{n}"] for n in stored}
+    imported = checkpoint.record.imported_from is not None
+    dtypes = checkpoint.dtypes(stored, contents.base)
     chosen = dtype or (STORED if imported else checkpoint.record.config["model"].get("dtype") or STORED)
     targets = dtypes if chosen == STORED else dict.fromkeys(dtypes, DTYPES[chosen])
     sizes = {name: prod(shape) * targets[name].itemsize for name, shape in stored.items()}
@@ -293,9 +281,9 @@ def _flag(setting: str) -> str:
 
 def with_own_encoders(sources: ModelSources) -> ModelSources:
     """Add the encoders that an export of ours contains; the encoders of `sources` take precedence."""
-    own = sorted((sources.model / ENCODERS).glob(f"*/{CONFIG}"))
-    found = {file.parent.name: file.parent for file in own if not file.parent.name.startswith(".")}
-    return replace(sources, encoders={**found, **sources.encoders})
+    files = sorted((sources.model / ENCODERS).glob(f"*/{CONFIG}"))
+    encoders = {file.parent.name: file.parent for file in files if not file.parent.name.startswith(".")}
+    return replace(sources, encoders={**encoders, **sources.encoders})
 
 
 def import_folders(
@@ -305,9 +293,9 @@ def import_folders(
 
     Args:
         sources: the model's folders.
-        target: a new or empty folder. Named `step-00000000`, in a folder without checkpoints, it is what a run with
-            that `checkpoint.dir` starts from.
-        seed: of a fresh projector, as `train.seed` (0).
+        target: a new or empty folder. If it is named `step-00000000`, in a folder without checkpoints, a run with that
+            `checkpoint.dir` starts from it.
+        seed: seed of a fresh projector, like `train.seed` (0).
         advance: receives progress.
 
     Raises:
@@ -325,7 +313,7 @@ def import_folders(
     weights = open_modules(folders, shapes, seed) | open_encoders(sources.encoders, shapes, seed)
     _require_equal_copies(weights[TEXT], shapes)
     stored = {name: weights[module_of(name, shapes)] for name in stored_shapes(shapes)}
-    dtypes = {name: of_module.dtype(name) for name, of_module in stored.items()}
+    dtypes = {name: folder_weights.dtype(name) for name, folder_weights in stored.items()}
     sizes = {name: prod(shape) * dtypes[name].itemsize for name, shape in stored_shapes(shapes).items()}
     total, done = sum(sizes.values()), 0
 
@@ -346,7 +334,7 @@ def import_folders(
             target.parent.mkdir(parents=True, exist_ok=True)
         with file_lock.alone(lock_of(target), target, "import"):
             try:
-                discard(partial)  # left by a killed import
+                discard(partial)  # A killed import has left it.
                 partial.mkdir()
                 records = write_entries(partial, entries, None)
                 publish(partial, records | {RECORD: write_synced(partial / RECORD, record.to_json())})

@@ -1,4 +1,4 @@
-"""The index of a checkpoint: its tensors, and which rectangle of each is where in which file. JSON.
+"""The index of a checkpoint, in JSON: its tensors, and the file and place of each rectangle of them.
 
 Names of tensors do not depend on the layout: see docs/checkpoints.md, "Contents".
 """
@@ -28,8 +28,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A rectangle of the tensor `key` of shape `size`, from `offsets` on. `values`, a view, is written or filled; it is
-    on the meta device where `load` computes the values just before they are written.
+    """A rectangle of a tensor to be written or read.
+
+    Attributes:
+        key: name of the tensor.
+        size: its shape.
+        offsets: first row and column of the rectangle.
+        values: a view that is written or filled; on the meta device if there is `load`.
+        load: computes the values just before they are written.
     """
 
     key: str
@@ -44,7 +50,7 @@ class Entry:
 
 
 def matrix(shape: Shape) -> Shape:
-    """Return the shape that checkpoints give to a tensor: at most two dims."""
+    """Return the shape of a tensor in checkpoints, with at most two dims."""
     return shape if len(shape) <= 2 else (shape[0], prod(shape[1:]))
 
 
@@ -91,8 +97,8 @@ class StoredTensor:
 
 
 Index = Mapping[str, StoredTensor]
-Part = tuple[str, str, Shape, Chunk]
-"""A chunk of a tensor, behind the tensor's key, dtype and shape."""
+IndexEntry = tuple[str, str, Shape, Chunk]
+"""Key, dtype and shape of a tensor, and a chunk of it."""
 
 
 def chunk_of(entry: Entry, file: str = "", at: int = 0) -> Chunk:
@@ -101,16 +107,16 @@ def chunk_of(entry: Entry, file: str = "", at: int = 0) -> Chunk:
     return Chunk(file, at, (top, top + rows), (left, left + columns))
 
 
-def index_of(parts: Iterable[Part]) -> Index:
-    """Return the index of the parts that all ranks have written."""
-    found: dict[tuple[str, str, Shape], list[Chunk]] = {}
-    for key, dtype, shape, chunk in parts:
-        found.setdefault((key, dtype, shape), []).append(chunk)
-    return {key: StoredTensor(dtype, shape, tuple(chunks)) for (key, dtype, shape), chunks in found.items()}
+def index_of(entries: Iterable[IndexEntry]) -> Index:
+    """Return the index of the chunks that all ranks have written."""
+    chunks_by_tensor: dict[tuple[str, str, Shape], list[Chunk]] = {}
+    for key, dtype, shape, chunk in entries:
+        chunks_by_tensor.setdefault((key, dtype, shape), []).append(chunk)
+    return {key: StoredTensor(dtype, shape, tuple(chunks)) for (key, dtype, shape), chunks in chunks_by_tensor.items()}
 
 
 def to_json(index: Index) -> str:
-    """Return the text of an index. Raises `ValueError` for parts that do not add up to their tensor."""
+    """Return the text of an index. Raises `ValueError` for chunks that do not cover their tensor."""
     _require_index(index)
     lines = (f"{json.dumps(key)}: {json.dumps(asdict(stored))}" for key, stored in sorted(index.items()))
     return "{\n" + ",\n".join(lines) + "\n}\n"
@@ -158,17 +164,19 @@ def _chunk(file: str, at: int, rows: Any, columns: Any) -> Chunk:
 def _require_index(index: Index) -> None:
     """Check that the chunks of each tensor are within it and cover it exactly once. Raises `ValueError`."""
     for key, stored in index.items():
-        whole = all(type(size) is int and size >= 0 for size in stored.shape)
-        if not (isinstance(stored.dtype, str) and stored.dtype in DTYPES and 1 <= len(stored.shape) <= 2 and whole):
-            raise ValueError(f"what it says of {key!r:.80} describes no tensor")
+        are_sizes = all(type(size) is int and size >= 0 for size in stored.shape)
+        if not (isinstance(stored.dtype, str) and stored.dtype in DTYPES and 1 <= len(stored.shape) <= 2 and are_sizes):
+            raise ValueError(f"the entry {key!r:.80} describes no tensor")
         rows, columns = _as_matrix(stored.shape)
         for chunk in stored.chunks:
             (top, bottom), (left, right) = chunk.rows, chunk.columns
-            whole = isinstance(chunk.file, str) and all(type(n) is int for n in (chunk.at, top, bottom, left, right))
-            if not (whole and chunk.at >= 0 and 0 <= top <= bottom <= rows and 0 <= left <= right <= columns):
-                raise ValueError(f"what it says of {key!r:.80} is no place in a file")
+            has_types = isinstance(chunk.file, str) and all(
+                type(number) is int for number in (chunk.at, top, bottom, left, right)
+            )
+            if not (has_types and chunk.at >= 0 and 0 <= top <= bottom <= rows and 0 <= left <= right <= columns):
+                raise ValueError(f"a chunk of {key!r:.80} is no place in a file")
         if not _cover_once(stored.chunks, rows, columns):
-            raise ValueError(f"the parts of {key!r:.80} do not cover the tensor exactly once")
+            raise ValueError(f"the chunks of {key!r:.80} do not cover the tensor exactly once")
 
 
 def _cover_once(chunks: Iterable[Chunk], rows: int, columns: int) -> bool:

@@ -24,29 +24,27 @@ from torch import Tensor
 from megatron_hetero.base.errors import UserError, in_short, listed
 from megatron_hetero.base.files import read_as
 from megatron_hetero.base.lock import Lock
-from megatron_hetero.base.outputs import LOCK, MANIFEST, chosen_in, name_of, require_own_name, unwritable, whole
+from megatron_hetero.base.outputs import LOCK, MANIFEST, chosen_in, name_of, unwritable, whole
 from megatron_hetero.checkpoint.contents import read, written
 from megatron_hetero.checkpoint.index import (
     BUFFERS,
-    INDEX,
     NAMES,
     WEIGHTS,
     Entry,
     Shape,
     index_shapes,
     matrix,
-    open_index,
 )
 from megatron_hetero.checkpoint.record import require_tensors
 from megatron_hetero.checkpoint.resume import lock_folder
-from megatron_hetero.checkpoint.storage import read_entries, save, verified
+from megatron_hetero.checkpoint.storage import open_checkpoint, read_entries, save
 from megatron_hetero.groups.collective import all_or_none, on_every, on_first, on_first_of_all
 from megatron_hetero.groups.watchdog import watched
 from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.library_modules import global_names
 from megatron_hetero.step.module import TrainedModule
-from megatron_hetero.step.wrapped import Wrapped, is_sharded
+from megatron_hetero.step.wrapped import WrappedWeights, is_sharded
 
 RECORD = "modules.json"
 _FIX = "use another checkpoint"
@@ -85,7 +83,7 @@ def save_checkpoint(
     Args:
         folder: folder of checkpoints, on a disk that all ranks share.
         optimizer: result of `build_optimizers`, of modules with `AdamW` or `SGD`, or frozen ones.
-        step: number of the last step, greater than those of all checkpoints in `folder`.
+        step: number of the last step, greater than the steps of all checkpoints in `folder`.
         extra: further state of the program as JSON values, from the first rank.
         keep_last: number of newest checkpoints to keep; None keeps all.
 
@@ -100,9 +98,13 @@ def save_checkpoint(
     working = optimizer.topology.watchdog.working
     on_every(group, lambda: _require_own(optimizer, keep_last))
     text, writers = on_first_of_all(
-        group, lambda: _described(optimizer), lambda every: _joined(every, step, extra), working
+        group, lambda: _described(optimizer), lambda by_rank: _joined(by_rank, step, extra), working
     )
-    buffers = {n: _entry(n, b) for n, b in _buffers(optimizer.modules) if writers.get(n) == optimizer.topology.rank}
+    buffers = {
+        name: _entry(name, values)
+        for name, values in _buffers(optimizer.modules)
+        if writers.get(name) == optimizer.topology.rank
+    }
     entries = [*written(optimizer, _shapes(optimizer.modules)), *buffers.values()]
     try:
         on_first(group, lambda: _lock(folder, step, locks))
@@ -118,7 +120,7 @@ def load_checkpoint(folder: str | Path, optimizer: JointOptimizer) -> Loaded | N
 
     Args:
         folder: a checkpoint, or a folder of checkpoints, of which the newest is taken.
-        optimizer: like that of `save_checkpoint`; its modules have the same parameters.
+        optimizer: as for `save_checkpoint`; its modules have the same parameters.
 
     Returns:
         The step and the `extra` values; None where `folder`, if it is not named like a checkpoint, is missing or has
@@ -132,39 +134,40 @@ def load_checkpoint(folder: str | Path, optimizer: JointOptimizer) -> Loaded | N
     chosen = on_first(group, lambda: _chosen(Path(folder).absolute()))
     if chosen is None:
         return None
-    manifest = verified(chosen, (INDEX, RECORD), group, working)
-    index = on_first(group, lambda: open_index(chosen, manifest), working)
-    record = on_first(group, lambda: read_as(chosen / RECORD, _Record, _FIX))
-    on_first(group, lambda: require_own_name(chosen, record.step, RECORD))
+    record, index, _ = open_checkpoint(
+        chosen, RECORD, lambda folder: read_as(folder / RECORD, _Record, _FIX), group, working
+    )
     shapes, stored, buffers = _shapes(optimizer.modules), index_shapes(index), _buffers(optimizer.modules)
-    own = {f"{WEIGHTS}/{name}": matrix(shape) for name, shape in shapes.items()}
-    own |= {(entry := _entry(*each)).key: entry.size for each in buffers}
+    local_shapes = {f"{WEIGHTS}/{name}": matrix(shape) for name, shape in shapes.items()}
+    for name, values in buffers:
+        entry = _entry(name, values)
+        local_shapes[entry.key] = entry.size
     saved = {key: shape for key, shape in stored.items() if key.startswith((f"{WEIGHTS}/", f"{BUFFERS}/"))}
-    on_first_of_all(group, lambda: own, lambda every: _require_same(every, saved, chosen))
+    on_first_of_all(group, lambda: local_shapes, lambda by_rank: _require_same(by_rank, saved, chosen))
     settings = all_or_none(group, lambda: list(_settings(optimizer, record, chosen)))
     optimizer.wait_for_weights()
     read_entries(chosen, index, chain(read(optimizer, shapes, stored), _read_buffers(buffers)), group, working)
     for each in optimizer.sharded.values():
         each.renew_weights()
     optimizer.wait_for_weights()
-    for param_group, found in settings:
-        param_group.update(found)
+    for param_group, saved_settings in settings:
+        param_group.update(saved_settings)
     return Loaded(record.step, record.extra)
 
 
 def _require_own(optimizer: JointOptimizer, keep_last: int | None = None) -> None:
-    """Check that all states are in flat tensors, of dtypes that checkpoints have. Raises `UserError`."""
+    """Check that all states are in flat tensors, of dtypes that checkpoints can store. Raises `UserError`."""
     if keep_last is not None and keep_last < 1:
         fix = "use None to keep all"
         raise UserError.at("save_checkpoint: keep_last", found=str(keep_last), expected="1 or more", fix=fix)
     for module in optimizer.modules:
         where = f"checkpoint of module `{module.name}`"
         if module.key in optimizer.optimizers and module.key not in optimizer.sharded:
-            found = f"an optimizer of another kind, {type(optimizer.parts[module.key]).__name__}"
+            found = f"an optimizer of another kind, {type(optimizer.by_module[module.key]).__name__}"
             fix = f"{_ELSEWHERE}, or give the module `AdamW` or `SGD`"
             raise UserError.at(where, found=found, expected="`AdamW` or `SGD`", fix=fix)
         for name, values in chain(module.parameters.items(), _buffers([module])):
-            sharded = isinstance(module.data_parallel, Wrapped) and is_sharded(values)
+            sharded = isinstance(module.weights, WrappedWeights) and is_sharded(values)
             if sharded or values.dtype not in NAMES:
                 found = "DTensors" if sharded else str(values.dtype)
                 expected = f"tensors of {', '.join(str(each).removeprefix('torch.') for each in NAMES)}"
@@ -182,7 +185,7 @@ def _lock(folder: Path, step: int, locks: list[Lock]) -> None:
 
 
 def _chosen(path: Path) -> Path | None:
-    """Return the checkpoint to load, None where a folder has none. Reading refuses one that is named but missing."""
+    """Return the checkpoint to load, None if a folder has none. Opening it refuses one that is named but missing."""
     chosen = chosen_in(path)
     named = (chosen / MANIFEST).is_file() or path.is_file() or re.fullmatch(r"step-\d+", path.name)
     return chosen if named else None
@@ -197,22 +200,24 @@ def _described(optimizer: JointOptimizer) -> _Described:
     """Return this rank's optimizers by module, settings by parameter, and hashes of buffers in first replicas. Raises
     `UserError`.
     """
-    kinds, settings = {key: each.algorithm.kind.name for key, each in optimizer.sharded.items()}, dict[str, Any]()
+    kinds = {key: each.algorithm.kind.name for key, each in optimizer.sharded.items()}
+    settings = dict[str, Any]()
     for group, names in _groups(optimizer):
-        own = {key: value for key, value in group.items() if key not in ("params", "names")}
-        settings |= dict.fromkeys(names, json.loads(_json(own, "param_groups", default=float)))
-    return kinds, settings, [(n, _hash(b)) for n, b in _buffers(m for m in optimizer.modules if not m.replicas.rank())]
+        values = {key: value for key, value in group.items() if key not in ("params", "names")}
+        settings |= dict.fromkeys(names, json.loads(_json(values, "param_groups", default=float)))
+    first_replicas = (module for module in optimizer.modules if module.replicas.rank() == 0)
+    return kinds, settings, [(name, _hash(values)) for name, values in _buffers(first_replicas)]
 
 
-def _joined(every: Sequence[_Described], step: int, extra: Mapping[str, Any] | None) -> tuple[str, dict[str, int]]:
+def _joined(by_rank: Sequence[_Described], step: int, extra: Mapping[str, Any] | None) -> tuple[str, dict[str, int]]:
     """Return the text of the record of all ranks, and by buffer the rank that writes it. Raises `UserError`."""
     optimizers, settings, buffers = dict[str, str](), dict[str, Any](), dict[str, tuple[int, str]]()
-    for rank, (own_optimizers, own_settings, hashes) in enumerate(every):
-        optimizers |= own_optimizers
-        settings |= own_settings
-        for name, found in hashes:
-            first, expected = buffers.setdefault(name, (rank, found))
-            if found != expected:
+    for rank, (local_optimizers, local_settings, hashes) in enumerate(by_rank):
+        optimizers |= local_optimizers
+        settings |= local_settings
+        for name, digest in hashes:
+            first, expected = buffers.setdefault(name, (rank, digest))
+            if digest != expected:
                 problem = f"differs between ranks {first} and {rank}, of one replica"
                 fix = "make it equal, since one of them is saved, or register it with persistent=False"
                 raise UserError.at(f"save_checkpoint: buffer {name}", problem=problem, fix=fix)
@@ -227,18 +232,25 @@ def _settings(optimizer: JointOptimizer, record: _Record, checkpoint: Path) -> I
             fix = "build the optimizer that was saved, or load another checkpoint"
             raise UserError.at(checkpoint, found=f"{found} of module `{key}`", expected=kind, fix=fix)
     for group, names in _groups(optimizer):
-        found = [record.settings[name] for name in names if name in record.settings]  # Not of what was frozen.
-        if any(each != found[0] for each in found):
+        # Parameters that were frozen had no settings.
+        recorded = [record.settings[name] for name in names if name in record.settings]
+        if any(settings != recorded[0] for settings in recorded):
             fix = "choose `lr` and `weight_decay` that group parameters as before"
             raise UserError.at(checkpoint, problem=f"other settings in each of one group ({listed(names)})", fix=fix)
-        saved = {k: tuple(v) if isinstance(v, list) else v for each in found[:1] for k, v in each.items()}
-        if wrong := [k for k, v in saved.items() if k in ("params", "names") or _kind(v) != _kind(group.get(k, v))]:
+        first = recorded[0] if recorded else {}
+        saved = {key: tuple(value) if isinstance(value, list) else value for key, value in first.items()}
+        wrong = [
+            key
+            for key, value in saved.items()
+            if key in ("params", "names") or _kind(value) != _kind(group.get(key, value))
+        ]
+        if wrong:
             raise UserError.at(checkpoint / RECORD, problem=f"wrong settings: {listed(wrong)}", fix=_FIX)
         yield group, saved
 
 
 def _kind(setting: Any) -> object:
-    """Return what a saved setting has in common with the one that it replaces."""
+    """Return a value that is equal for a saved setting and one that it may replace: a type, or a finite number."""
     if isinstance(setting, tuple | list):
         return [_kind(each) for each in setting]
     is_number = isinstance(setting, int | float | Tensor) and not isinstance(setting, bool)
@@ -249,7 +261,7 @@ def _groups(optimizer: JointOptimizer) -> Iterator[tuple[dict[str, Any], list[st
     """Yield groups of parameters with the names of their tensors."""
     for each in optimizer.sharded.values():
         for group in each.param_groups:
-            yield group, [each.module.own_map[name][0].name for name in group["names"]]
+            yield group, [each.module.local_map[name][0].name for name in group["names"]]
 
 
 def _json(value: Any, what: str, default: Any = None) -> str:
@@ -274,16 +286,20 @@ def _has_text_keys(value: Any) -> bool:
 
 def _buffers(modules: Iterable[TrainedModule]) -> list[tuple[str, Tensor]]:
     """Return the persistent buffers of this rank, named like parameters; stages of one name share buffers' names."""
-    found = list[tuple[str, Tensor]]()
+    buffers = list[tuple[str, Tensor]]()
     for module in modules:
         for stage, chunk in zip(module.stages, module.chunks, strict=True):
-            left = (f"{at}.{each}" for at, part in chunk.named_modules() for each in part._non_persistent_buffers_set)
-            transient = {path.removeprefix(".") for path in left}
-            own = {path: values.detach() for path, values in chunk.named_buffers() if path not in transient}
-            names = global_names(chunk, list(own))
-            other = f"stage {stage}: " if module.topology.layouts[module.name].pp > 1 else ""
-            found += [(f"{module.name}.{names.get(path, other + path)}", values) for path, values in own.items()]
-    return found
+            transient = {
+                f"{path}.{name}".removeprefix(".")
+                for path, submodule in chunk.named_modules()
+                for name in submodule._non_persistent_buffers_set
+            }
+            persistent = {path: values.detach() for path, values in chunk.named_buffers() if path not in transient}
+            names = global_names(chunk, list(persistent))
+            prefix = f"stage {stage}: " if module.topology.layouts[module.name].pp > 1 else ""
+            for path, values in persistent.items():
+                buffers.append((f"{module.name}.{names.get(path, prefix + path)}", values))
+    return buffers
 
 
 def _hash(values: Tensor) -> str:
@@ -306,25 +322,28 @@ def _read_buffers(buffers: Iterable[tuple[str, Tensor]]) -> Iterator[Sequence[En
 
 def _shapes(modules: Sequence[TrainedModule]) -> dict[str, Shape]:
     """Return the shapes of the whole tensors of this rank's parameters."""
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for module in modules:
         for name, parameter in module.parameters.items():
             by_tensor = dict[str, list[TensorSlice]]()
-            for each in chain(*(of_rank[name] for of_rank in module.maps)):
-                by_tensor.setdefault(each.name, []).append(each)
+            for tensor_slice in chain(*(weight_map[name] for weight_map in module.maps)):
+                by_tensor.setdefault(tensor_slice.name, []).append(tensor_slice)
             for tensor, slices in by_tensor.items():
-                rows, columns = max(each.rows[1] for each in slices), [each.columns for each in slices if each.columns]
+                rows = max(each.rows[1] for each in slices)
+                columns = [each.columns for each in slices if each.columns]
                 if parameter.dim() == 0:
-                    found[tensor] = (1,)
+                    shapes[tensor] = (1,)
                 elif columns:
-                    found[tensor] = (rows, max(stop for _, stop in columns))
+                    shapes[tensor] = (rows, max(stop for _, stop in columns))
                 else:
-                    found[tensor] = (rows, *parameter.shape[1:])
-    return found
+                    shapes[tensor] = (rows, *parameter.shape[1:])
+    return shapes
 
 
-def _require_same(every: Sequence[Mapping[str, Shape]], saved: Mapping[str, Shape], checkpoint: Path) -> None:
+def _require_same(by_rank: Sequence[Mapping[str, Shape]], saved: Mapping[str, Shape], checkpoint: Path) -> None:
     """Check that a checkpoint has exactly the tensors of all ranks, on each in the same shape. Raises `UserError`."""
-    union = dict(chain(*(own.items() for own in every)))
-    for own in ({}, *(own for own in every if not own.items() <= union.items())):
-        require_tensors(checkpoint, saved, {**union, **own})
+    union = dict(chain(*(shapes.items() for shapes in by_rank)))
+    require_tensors(checkpoint, saved, union)
+    for shapes in by_rank:
+        if not shapes.items() <= union.items():
+            require_tensors(checkpoint, saved, {**union, **shapes})

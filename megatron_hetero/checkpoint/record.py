@@ -44,19 +44,22 @@ FILE_NAME = "run.json"
 OVERRIDABLE: tuple[str, ...] = get_args(Overridable)
 """Settings that may change only if `checkpoint.allow_changes` names them: they change what is trained."""
 FAILING = {"data.too_long": "error", "data.bad_records": "stop"}
-"""Values with which a run stops at a sample, so that it has trained nothing else than one that skips it."""
+"""Values with which a run stops at a bad sample. Up to there it trains the same as a run that skips such samples."""
 LIMITS = ("data.max_seq_length", "train.patches_per_micro_batch")
 """Settings that change what is trained only where larger samples are skipped."""
 MODEL = "model.hf_path"
 """The overridable setting that stands for all files other than weights in the model's folders."""
-OF_FURTHER = ("hf_path", "token", "min_pixels", "max_pixels")
+FURTHER_SETTINGS = ("hf_path", "token", "min_pixels", "max_pixels")
 """Settings that only further encoders have."""
 
 
 def further_encoders(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return these settings of each further encoder in a configuration, where they have a value."""
-    rows = {n: {s: row[s] for s in OF_FURTHER if row.get(s) is not None} for n, row in config["modules"].items()}
-    return {name: row for name, row in rows.items() if row}
+    encoders = dict[str, dict[str, Any]]()
+    for name, row in config["modules"].items():
+        if settings := {setting: row[setting] for setting in FURTHER_SETTINGS if row.get(setting) is not None}:
+            encoders[name] = settings
+    return encoders
 
 
 @dataclass(frozen=True)
@@ -139,12 +142,12 @@ def hashes(sources: ModelSources) -> Hashes:
     """Return hashes of the existing files that define what is trained: configuration, tokenizer and processor; for an
     additional encoder, configuration and processor. Raises `UserError` if one cannot be read.
     """
-    found: dict[str, dict[str, str]] = {}
+    by_setting: dict[str, dict[str, str]] = {}
     for setting, folder in sources.folders.items():
         tokenizer = () if setting.startswith("modules.") else TOKENIZER_FILES
         names = (name for name in (CONFIG, *tokenizer, *PROCESSOR_FILES) if (folder / name).is_file())
-        found[setting] = {name: _hash(folder / name) for name in names}
-    return found
+        by_setting[setting] = {name: _hash(folder / name) for name in names}
+    return by_setting
 
 
 def _hash(path: Path) -> str:
@@ -174,9 +177,9 @@ def differences(old: Hashes, new: Hashes) -> Iterator[tuple[str, str, str]]:
                 yield setting, name, "removed" if name not in now else "changed" if name in before else "added"
 
 
-def alone(found: Hashes, name: str) -> Hashes:
+def alone(all_hashes: Hashes, name: str) -> Hashes:
     """Return the hashes of files of that `name`."""
-    return {setting: {name: files[name]} for setting, files in found.items() if name in files}
+    return {setting: {name: files[name]} for setting, files in all_hashes.items() if name in files}
 
 
 @dataclass(frozen=True)
@@ -203,18 +206,21 @@ _READ = defstruct("Config", [("model", _MODEL), *((name, kind | None, None) for 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The file `run.json`. `step`: the last trained step; `config`: the resolved configuration.
+    """The file `run.json`.
 
-    `imported_from`: the folder of imported weights, if no run has trained them. Any run may then start from them, and
-    the configuration has only the settings that define the model.
-
-    `experts_transposed`: whether the language model's folder has the tensors of its experts transposed, and so every
-    export: the folder's weights may be gone by then.
-
-    `model_files`: hashes of the model's files other than weights. Checkpoints of earlier versions have none.
-
-    `adapters`: by module; a run that has some saves only what trains. `bases`: fingerprints of the weights in the
-    model's folders by setting, for such a run and for imported weights.
+    Attributes:
+        step: the last trained step.
+        world_size: number of ranks.
+        layouts: layouts by module.
+        datasets: entries of `data.datasets`.
+        config: the resolved configuration.
+        imported_from: the folder of imported weights, if no run has trained them. Any run may then start from them, and
+            the configuration has only the settings that define the model.
+        model_files: hashes of the model's files other than weights. Checkpoints of earlier versions have none.
+        experts_transposed: whether the tensors of experts are transposed in the language model's folder, and so in
+            every export: the folder's weights may be gone by then.
+        adapters: adapters by module; a run that has some saves only what trains.
+        bases: fingerprints of the weights in the model's folders by setting, for such a run and for imported weights.
     """
 
     step: int
@@ -272,8 +278,8 @@ class RunRecord:
             return str({name: {k: v for k, v in row.items() if k != "hf_path"} for name, row in further})
         *sections, field = name.split(".")
         values, kind = self.config, Config
-        for part in sections:
-            values, kind = values.get(part) or {}, (children(kind) or {})[part]
+        for section in sections:
+            values, kind = values.get(section) or {}, (children(kind) or {})[section]
         value = values.get(field, getattr(kind, field, None))  # Defaults are attributes of their class.
         return "no value" if value is None else str(value)
 
@@ -301,18 +307,18 @@ class RunRecord:
             raise wrong("train.iters", iters, f"≥ {self.step}, the step of {checkpoint}", "", fix)
 
     def require_complete(self, stored: Mapping[str, Shape], shapes: ModelShapes, checkpoint: Path) -> None:
-        """Check that `stored`, the tensors of a checkpoint with this record, are exactly those of a model of
-        `shapes` with the adapters of the run, besides random states. Raises `UserError` listing all faults.
+        """Check that the tensors of a checkpoint with this record, `stored`, except random states, are exactly the
+        tensors of a model of `shapes` with the adapters of the run. Raises `UserError` listing all faults.
         """
-        found = {key: shape for key, shape in stored.items() if not key.startswith(f"{RANDOM}/")}
+        tensors = {key: shape for key, shape in stored.items() if not key.startswith(f"{RANDOM}/")}
         kind = optimizer_kind(self.config["optimizer"]["name"])
-        require_tensors(checkpoint, found, expected_shapes(self.held(shapes), self.frozen(shapes), kind))
+        require_tensors(checkpoint, tensors, expected_shapes(self.held(shapes), self.frozen(shapes), kind))
 
     def require_same_adapters(
         self, new: RunRecord, shapes: ModelShapes, allowed: Collection[str], checkpoint: Path
     ) -> None:
         """Check that a run of a model of `shapes` with the record `new` has the adapters of this one, if any, and the
-        same weights beside them. Raises `UserError` with what to do.
+        same weights beside them. Raises `UserError`, which says how to continue.
         """
         folders, was = (ModelSources.recorded(record.config).folders for record in (new, self))
         if self.imported_from is None:
@@ -334,8 +340,8 @@ class RunRecord:
         before, now = self.model_files, new.model_files
         if not before or MODEL in allowed:
             return
-        if self.imported_from is not None:  # Any run may start from these, with its own tokenizer.
-            before, now = (alone(found, CONFIG) for found in (before, now))
+        if self.imported_from is not None:  # Any run may start from imported weights, with another tokenizer.
+            before, now = alone(before, CONFIG), alone(now, CONFIG)
             if before.keys() != now.keys():
                 return
         folders, old_folders = (ModelSources.recorded(record.config).folders for record in (new, self))

@@ -24,7 +24,6 @@ from megatron_hetero.base.outputs import (
     MANIFEST,
     chosen_in,
     read_manifest,
-    require_own_name,
     step_of,
     unfinished,
     unwritable,
@@ -33,11 +32,11 @@ from megatron_hetero.base.outputs import (
     without_manifest,
 )
 from megatron_hetero.checkpoint.contents import random_entries, read, written
-from megatron_hetero.checkpoint.index import INDEX, WEIGHTS, Entry, Index, index_shapes, open_index
+from megatron_hetero.checkpoint.index import WEIGHTS, Entry, index_shapes
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import DatasetRecord, ModelSources, RunRecord, hashes
 from megatron_hetero.checkpoint.recorded_adapters import adapters_of, fingerprints, replaced
-from megatron_hetero.checkpoint.storage import read_entries, verified
+from megatron_hetero.checkpoint.storage import open_checkpoint, read_entries
 from megatron_hetero.config.schema import Config, to_yaml
 from megatron_hetero.config.sections import CheckpointConfig
 from megatron_hetero.data.mixture import Mixture
@@ -55,8 +54,13 @@ _FREE_S = 15.0
 
 @dataclass(frozen=True, eq=False)
 class TrainState:
-    """The state that training changes, on one rank. `shapes`: of the model. `working`: a context for reads and writes
-    that other ranks wait for.
+    """The state that training changes, on one rank.
+
+    Attributes:
+        optimizer: modules, and their optimizers.
+        topology: topology of all modules.
+        shapes: shapes of the model.
+        working: a context for reads and writes that other ranks wait for.
     """
 
     optimizer: JointOptimizer
@@ -76,9 +80,14 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The checkpoint that a run resumes from, if any: the last trained step, the metrics up to it (the text of
-    metrics.jsonl), notes for the user, and its folder. `lock`: on the first rank the right to write to
-    `checkpoint.dir`, if any.
+    """The checkpoint from which a run resumes, if any.
+
+    Attributes:
+        step: the last trained step.
+        history: the metrics up to it, the text of metrics.jsonl.
+        notes: notes for the user.
+        lock: on the first rank the right to write to `checkpoint.dir`, if any.
+        path: folder of the checkpoint.
     """
 
     step: int = 0
@@ -91,8 +100,9 @@ class Resumed:
 def lock_folder(
     folder: Path, setting: str, lock: str, mixed: str, unwritable: Callable[[Path, OSError], UserError]
 ) -> Lock:
-    """Lock the folder of a run, which is created if necessary, by the file `lock` in it. For messages: the `setting` of
-    the folder; what would be `mixed`. Raises `UserError`, from `unwritable` for a folder that cannot be written.
+    """Lock the folder of a run, which is created if necessary, by the file `lock` in it. `setting` and `mixed` are for
+    messages: the setting of the folder, and the outputs of two runs that would be mixed. Raises `UserError`, which
+    `unwritable` returns for a folder that cannot be written.
     """
     fix = f"choose another {setting}, or end the other run first"
     with os_errors_as(partial(unwritable, folder)):
@@ -192,8 +202,8 @@ def resume(config: Config, state: TrainState, record: RunRecord | None) -> Resum
         resumed = load(state, chosen, record, config.checkpoint.allow_changes)
     if resumed.step == config.train.iters:
         notes = (*notes, f"all {resumed.step} steps of train.iters are done")
-    of_locks = [lock.note for lock in locks if lock.note]
-    return replace(resumed, notes=(*of_locks, *notes, *resumed.notes), lock=locks[0] if locks else None)
+    lock_notes = [lock.note for lock in locks if lock.note]
+    return replace(resumed, notes=(*lock_notes, *notes, *resumed.notes), lock=locks[0] if locks else None)
 
 
 def shared_record(config: Config, state: TrainState, mixture: Mixture, transposed: bool) -> RunRecord | None:
@@ -232,30 +242,26 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
     from megatron_hetero.groups.megatron import random_states, set_random_states  # imports Megatron-Core
 
     group, working = state.topology.files, state.working
-    manifest = verified(checkpoint, (INDEX, RECORD), group, working)
+    record, index, files = open_checkpoint(checkpoint, RECORD, RunRecord.read, group, working)
+    stored = index_shapes(index)
 
-    def opened() -> tuple[RunRecord, Index]:
-        record = RunRecord.read(checkpoint)
-        require_own_name(checkpoint, record.step, RECORD)
+    def require() -> None:
         record.require_resumable(new, allowed, checkpoint)
         record.require_same_adapters(new, state.shapes, allowed, checkpoint)
-        index = open_index(checkpoint, manifest)
-        record.require_complete(index_shapes(index), state.shapes, checkpoint)
+        record.require_complete(stored, state.shapes, checkpoint)
         record.require_same_model(new, allowed, checkpoint)
-        return record, index
 
-    record, index = on_first(group, opened, working)
-    stored = index_shapes(index)
+    on_first(group, require, working)
     imported = record.imported_from is not None
     # A PEFT folder has other values than the imported model.
-    kept = replaced(adapters_of(state.shapes), state.shapes) if imported else ()
-    found = stored.keys() - {f"{WEIGHTS}/{name}" for name in kept}
-    entries = read(state.optimizer, stored_shapes(state.shapes), found, imported=imported)
+    from_folder = replaced(adapters_of(state.shapes), state.shapes) if imported else ()
+    available = stored.keys() - {f"{WEIGHTS}/{name}" for name in from_folder}
+    entries = read(state.optimizer, stored_shapes(state.shapes), available, imported=imported)
     states = random_states(state.topology.platform)
-    own_random = list(random_entries(state.topology.rank, states))
+    local_states = list(random_entries(state.topology.rank, states))
     # Random states of another kind of device do not fit.
-    fit = record.world_size == new.world_size and all(stored.get(entry.key) == entry.size for entry in own_random)
-    read_entries(checkpoint, index, chain(entries, own_random if fit else ()), group, working)
+    fit = record.world_size == new.world_size and all(stored.get(entry.key) == entry.size for entry in local_states)
+    read_entries(checkpoint, index, chain(entries, local_states if fit else ()), group, working)
     if imported:
         state.optimizer.reload_model_params()
     else:
@@ -264,7 +270,7 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
     if fit:
         set_random_states(states, state.topology.platform)
     notes = (f"resumed from {checkpoint}, after step {record.step}", *_changes(record, new, state.shapes))
-    history = (checkpoint / HISTORY).read_text(encoding="utf-8", errors="replace") if HISTORY in manifest else ""
+    history = (checkpoint / HISTORY).read_text(encoding="utf-8", errors="replace") if HISTORY in files else ""
     return Resumed(record.step, history, notes, path=checkpoint)
 
 
@@ -290,7 +296,7 @@ def _changes(old: RunRecord, new: RunRecord, shapes: ModelShapes) -> list[str]:
 
 
 def _named(tensors: Collection[str], shapes: ModelShapes) -> str:
-    """Return the names of the parts that the tensors make up, and of further tensors."""
-    whole = {part: names for part, names in tensors_by_subset(shapes).items() if {*names} <= {*tensors}}
+    """Return the names of the subsets of the model that the tensors make up, and of further tensors."""
+    whole = {subset: names for subset, names in tensors_by_subset(shapes).items() if {*names} <= {*tensors}}
     others = {*tensors}.difference(*whole.values())
     return ", ".join([*whole, *([listed(others)] if others else [])])

@@ -40,8 +40,8 @@ class _Writing:
 class Saver:
     """Saves a run every `checkpoint.interval` steps, after the last one, and when it is stopped.
 
-    With `checkpoint.async` a thread writes, one save at a time, and training continues once this rank's part has been
-    copied to host memory. The thread has its own process group. Training waits for the last save.
+    With `checkpoint.async` a thread writes, one save at a time, and training continues once this rank's entries have
+    been copied to host memory. The thread uses a separate process group. Training waits for the last save.
 
     `trained`: the last trained step; `saved`: the newest checkpoint written; `lost`: why the last attempt failed.
     """
@@ -55,7 +55,7 @@ class Saver:
         watched: Watched = lambda _: nullcontext(),
         history: Callable[[], str] = str,
     ) -> None:
-        """`watched`: a context for waiting on other ranks, given a description. `history`: returns the text of
+        """`watched`: returns a context for waits on other ranks, given a description. `history`: returns the text of
         metrics.jsonl so far.
         """
         self.config, self.state, self.record, self._watched = config, state, record, watched
@@ -101,8 +101,8 @@ class Saver:
         return []
 
     def rescue(self) -> list[str]:
-        """Save the last step after an error on every rank, with no save in progress. Returns notes for the user. All
-        older checkpoints stay, since any of them may be the last good one.
+        """Save the last step after an error on every rank, while no save is in progress. All older checkpoints stay,
+        since any of them may be the last good one. Returns notes for the user.
         """
         if self.config.checkpoint.dir is None or self.trained == self._tried:
             return []
@@ -139,7 +139,7 @@ class Saver:
         return saved, time.perf_counter() - start
 
     def _ended(self, waits: bool, raises: bool) -> list[str]:
-        """Return notes on the save in progress if it has ended, which is awaited if `waits`."""
+        """Return notes on the save in progress if it has ended. `waits`: whether to wait until it has."""
         writing, start = self._writing, time.perf_counter()
         if writing is None or not (waits or writing.outcome.done()):
             return []
@@ -159,8 +159,8 @@ class Saver:
 
 
 class HostCopies:
-    """Copies of entries in host memory, which is reused, since allocating costs more than copying. For GPUs it is
-    pinned: copies are several times faster.
+    """Copies of entries in host memory, which is reused, since allocation takes longer than copying. For GPUs it is
+    pinned, which makes copies several times as fast.
     """
 
     def __init__(self, platform: Platform) -> None:
@@ -171,7 +171,7 @@ class HostCopies:
         """Return the entries with copies of their values, valid until the next call. Waits until they are copied."""
         values = [entry.values for entry in entries]
         if list(map(_kind, values)) != list(map(_kind, self._copies)):
-            self._copies = []  # Free them first.
+            self._copies = []  # Free the old copies before new ones are allocated.
             self._copies = [torch.empty(v.shape, dtype=v.dtype, pin_memory=self._platform.is_cuda) for v in values]
         for copy, entry in zip(self._copies, entries, strict=True):
             copy.copy_(entry.current(), non_blocking=True)

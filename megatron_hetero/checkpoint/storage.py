@@ -1,7 +1,7 @@
 """Writes and reads the tensors of checkpoints, whole or not at all, in any layout; collective over all ranks.
 
 The distributed optimizer cuts each local parameter into flat ranges over its data- and context-parallel ranks. A flat
-range of a matrix is at most three rectangles, so that each rank can write and read its own range in terms of the stored
+range of a matrix is at most three rectangles, so that each rank can write and read its range in terms of the stored
 tensors, and nothing is gathered:
 
     . . a a      the rest of the first row,
@@ -9,11 +9,11 @@ tensors, and nothing is gathered:
     b b b b      whole rows,
     c . . .      the beginning of the last row.
 
-Each rank writes `Entry`s to its own safetensors files, and the first rank the index of all.
+Each rank writes entries to safetensors files that no other rank writes, and the first rank writes the index of all.
 
-Not with Megatron's `dist_checkpointing`: it shards every tensor evenly along its dims, unlike ragged vocabulary shards
-and flat ranges of the distributed optimizer, and pickles. Nor with `torch.distributed.checkpoint`: in safetensors it
-writes one part of a tensor per file (`_write_files_from_queue` of torch 2.13 stores them by the tensor's name alone).
+Two libraries do not fit. Megatron's `dist_checkpointing` pickles, and shards every tensor evenly along its dims, unlike
+ragged vocabulary shards and flat ranges of the distributed optimizer. `torch.distributed.checkpoint` writes one slice
+of a tensor per safetensors file (`_write_files_from_queue` of torch 2.13 stores slices by the tensor's name alone).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,7 @@ from megatron_hetero.base.outputs import (
     prune,
     publish,
     read_manifest,
+    require_own_name,
     set_aside,
     unwritable,
     verify,
@@ -59,9 +61,10 @@ from megatron_hetero.checkpoint.index import (
     Chunk,
     Entry,
     Index,
-    Part,
+    IndexEntry,
     chunk_of,
     index_of,
+    open_index,
     to_json,
 )
 from megatron_hetero.groups.collective import FIRST, Working, on_every, on_first, on_first_of_all
@@ -72,7 +75,7 @@ from megatron_hetero.hf.weight_map import Interval, TensorSlice, WeightMap
 @dataclass(frozen=True)
 class FlatBlock:
     """Rows and columns [start, stop) of the stored tensor `name`, and their place in a flat buffer: the first
-    element at `offset`, rows `stride` elements apart. Stored tensors count as matrices, see `matrix`.
+    element is at `offset`, and rows are `stride` elements apart. Stored tensors count as matrices, see `matrix`.
     """
 
     name: str
@@ -124,16 +127,16 @@ def first_owned(maps: Sequence[WeightMap], tp_rank: int) -> dict[str, tuple[Tens
     they cover every element exactly once.
     """
     seen = {tensor_slice.rectangle for m in maps[:tp_rank] for slices in m.values() for tensor_slice in slices}
-    own: dict[str, tuple[TensorSlice, ...]] = {}
+    owned: dict[str, tuple[TensorSlice, ...]] = {}
     for name, slices in maps[tp_rank].items():
         new = {
             tensor_slice.rectangle: tensor_slice
             for tensor_slice in reversed(slices)
             if tensor_slice.rectangle not in seen and not tensor_slice.empty
         }
-        own[name] = tuple(new.values())
+        owned[name] = tuple(new.values())
         seen |= new.keys()
-    return own
+    return owned
 
 
 def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[Interval, Interval]]:
@@ -154,7 +157,7 @@ def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[Interval, I
 
 
 def common(a: Interval, b: Interval) -> Interval:
-    """Return the intersection of two intervals; if it is empty, it does not begin before it ends."""
+    """Return the intersection of two intervals; if it is empty, its start is at or after its end."""
     return max(a[0], b[0]), min(a[1], b[1])
 
 
@@ -171,7 +174,7 @@ def write_entries(
     group: dist.ProcessGroup | None,
     working: Working = nullcontext,
 ) -> dict[str, FileRecord]:
-    """Write all ranks' entries, each rank to its own files. Collective over `group`; None for a single process.
+    """Write all ranks' entries, each rank to separate files. Collective over `group`; None for a single process.
 
     Returns size and hash of each file that this process has written, on the first rank including the index. Raises
     `UserError` on every rank if one of them cannot write.
@@ -182,15 +185,15 @@ def write_entries(
         fix = "free space or grant access, or choose another folder (of a run: --checkpoint.dir DIR)"
         return UserError.at(error.filename or folder, problem=f"{reason(error)} on rank {rank}", fix=fix)
 
-    def write() -> list[Part]:
+    def write() -> list[IndexEntry]:
         with os_errors_as(refused):
             return list(_write(folder, rank, entries, records))
 
-    def write_index(parts: list[list[Part]]) -> None:
+    def write_index(written: list[list[IndexEntry]]) -> None:
         try:
-            text = to_json(index_of(itertools.chain(*parts)))
+            text = to_json(index_of(itertools.chain(*written)))
         except ValueError as error:
-            problem = f"what ranks wrote does not fit ({error})"
+            problem = f"the slices that ranks wrote do not fit ({error})"
             raise UserError.at(folder / INDEX, problem=problem, fix=_REPORT) from None
         with os_errors_as(refused):
             records[INDEX] = write_synced(folder / INDEX, text)
@@ -199,15 +202,15 @@ def write_entries(
     return records
 
 
-def _write(folder: Path, rank: int, entries: Sequence[Entry], records: dict[str, FileRecord]) -> Iterator[Part]:
+def _write(folder: Path, rank: int, entries: Sequence[Entry], records: dict[str, FileRecord]) -> Iterator[IndexEntry]:
     """Write the files of a rank. Raises `OSError`."""
-    # The first rank creates it. If it does not appear, the ranks do not share the disk, or it was removed.
+    # The first rank creates the folder. If it does not appear, the ranks do not share the disk, or it was removed.
     if not wait_for(folder.is_dir):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
     sizes = {place: chunk_of(entry).size * entry.values.itemsize for place, entry in enumerate(entries)}
     for number, places in enumerate(plan_shards(sizes, FILE_BYTES)):
         name = f"tensors-{rank}-{number}.safetensors"
-        # As safetensors does, to keep tensors aligned: large elements first.
+        # Large elements first keep tensors aligned, as in safetensors.
         shard = sorted((entries[place] for place in places), key=lambda entry: -entry.values.itemsize)
         head, chunks = _layout(name, shard)
         digest, size = hashlib.sha256(head), len(head)
@@ -226,7 +229,7 @@ def _write(folder: Path, rank: int, entries: Sequence[Entry], records: dict[str,
         yield from chunks
 
 
-def _layout(name: str, shard: Sequence[Entry]) -> tuple[bytes, list[Part]]:
+def _layout(name: str, shard: Sequence[Entry]) -> tuple[bytes, list[IndexEntry]]:
     """Return the header of a safetensors file of these entries, and their chunks."""
     head, chunks, end = {}, [], 0
     for entry in shard:
@@ -234,13 +237,14 @@ def _layout(name: str, shard: Sequence[Entry]) -> tuple[bytes, list[Part]]:
         begin, end = end, end + chunk.size * entry.values.itemsize
         (top, bottom), (left, right) = chunk.rows, chunk.columns
         dtype, shape = NAMES[entry.values.dtype], tuple(entry.values.shape)
-        part = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
-        head[f"{entry.key}[{top}:{bottom},{left}:{right}]"] = part
+        described = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
+        head[f"{entry.key}[{top}:{bottom},{left}:{right}]"] = described
         chunks.append((entry.key, dtype, entry.size, chunk))
     text = json.dumps(head).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text, [(*of, replace(c, at=start + c.at)) for *of, c in chunks]
+    placed = [(key, dtype, size, replace(chunk, at=start + chunk.at)) for key, dtype, size, chunk in chunks]
+    return len(text).to_bytes(8, "little") + text, placed
 
 
 def read_entries(
@@ -265,7 +269,7 @@ def read_entries(
                     _read(folder, index, each)
             _read(folder, index, alone)
         except (MemoryError, torch.OutOfMemoryError):
-            raise  # No fault of the checkpoint.
+            raise  # Not a fault of the checkpoint.
         except Exception as error:
             problem = f"unreadable tensors on rank {_rank(group)} ({in_short(error)})"
             raise UserError.at(folder, problem=problem, fix=ANOTHER) from None
@@ -281,14 +285,14 @@ def _read(folder: Path, index: Index, entries: Sequence[Entry]) -> None:
             spans = common(chunk.rows, wanted.rows), common(chunk.columns, wanted.columns)
             if all(start < stop for start, stop in spans):
                 reads.setdefault(chunk.file, []).append((chunk, entry))
-    for name, parts in reads.items():
+    for name, chunks in reads.items():
         with open_regular(folder / name) as file:
-            for chunk, entry in sorted(parts, key=lambda part: part[0].at):
-                _read_part(file, chunk, entry, DTYPES[index[entry.key].dtype])
+            for chunk, entry in sorted(chunks, key=lambda read: read[0].at):
+                _read_chunk(file, chunk, entry, DTYPES[index[entry.key].dtype])
 
 
-def _read_part(file: BufferedReader, chunk: Chunk, entry: Entry, dtype: torch.dtype) -> None:
-    """Fill the part of an entry that the chunk has, some rows at a time. Raises `EOFError` and `OSError`."""
+def _read_chunk(file: BufferedReader, chunk: Chunk, entry: Entry, dtype: torch.dtype) -> None:
+    """Fill the elements of an entry that are in the chunk, some rows at a time. Raises `EOFError` and `OSError`."""
     wanted, width = chunk_of(entry), chunk.columns[1] - chunk.columns[0]
     rows, columns = common(chunk.rows, wanted.rows), common(chunk.columns, wanted.columns)
     target = entry.values if entry.values.dim() == 2 else entry.values[:, None]
@@ -341,7 +345,7 @@ def save(
     def create() -> None:
         with _writing(partial):
             clean(folder)
-            if os.path.lexists(partial):  # It has files that are not ours.
+            if os.path.lexists(partial):  # `clean` leaves a folder with files that are not ours.
                 set_aside(partial)
             partial.mkdir()
 
@@ -361,7 +365,8 @@ def save(
     try:
         on_first(group, create, working)
         tensors = write_entries(partial, entries, group, working=working)
-        records = dict(itertools.chain(*(own.items() for own in on_every(group, write_texts, working))))
+        by_rank = on_every(group, write_texts, working)
+        records = dict(itertools.chain(*(files.items() for files in by_rank)))
         return on_first(group, finish, working)
     except UserError:
         # All ranks have stopped writing; the next checkpoint needs the space.
@@ -388,15 +393,55 @@ def _writing(where: Path) -> AbstractContextManager[None]:
     return os_errors_as(lambda error: unwritable(where, error))
 
 
-def verified(
-    checkpoint: Path, needed: Collection[str], group: dist.ProcessGroup, working: Working = nullcontext
-) -> Mapping[str, FileRecord]:
-    """Verify sizes and hashes of all files, those `needed` among them, and return them; the ranks divide the files
-    among them. Raises `UserError` on every rank, naming all faults.
+Advance = Callable[[str, int, int], None]
+"""Receives progress: the activity, bytes done, bytes in total."""
+Record = TypeVar("Record")
+
+
+def open_checkpoint(
+    folder: Path,
+    record_name: str,
+    read: Callable[[Path], Record],
+    group: dist.ProcessGroup | None,
+    working: Working = nullcontext,
+    advance: Advance = lambda *_: None,
+) -> tuple[Record, Index, Collection[str]]:
+    """Verify a checkpoint, and read its record and index on the first rank. Collective over `group`; None for a single
+    process.
+
+    Args:
+        folder: the checkpoint.
+        record_name: name of the file that `read` reads.
+        read: returns the record, which has a `step`.
+        group: ranks that divide the files among them.
+        working: a context for reads that other ranks wait for.
+        advance: receives progress.
+
+    Returns:
+        The record, the index, and the names of all files.
+
+    Raises:
+        UserError: on every rank, naming all faults.
     """
-    manifest = on_first(group, lambda: read_manifest(checkpoint, needed))
-    mine = sorted(manifest)[dist.get_rank(group) :: dist.get_world_size(group)]
-    faults = on_every(group, lambda: verify(checkpoint, manifest, mine), working)
-    if any(faults):
-        raise damaged(checkpoint, sorted(fault for of_rank in faults for fault in of_rank))
-    return manifest
+    manifest = on_first(group, lambda: read_manifest(folder, (INDEX, record_name)))
+    ranks = 1 if group is None else dist.get_world_size(group)
+    names = sorted(manifest)[_rank(group) :: ranks]
+    total = sum(manifest[name].size for name in names)
+
+    def check() -> list[str]:
+        faults, done = list[str](), 0
+        for name in names:
+            faults += verify(folder, manifest, [name])
+            done += manifest[name].size
+            advance("checking", done, total)
+        return faults
+
+    if faults := sorted(itertools.chain(*on_every(group, check, working))):
+        raise damaged(folder, faults)
+
+    def opened() -> tuple[Record, Index]:
+        record: Any = read(folder)
+        require_own_name(folder, record.step, record_name)
+        return record, open_index(folder, manifest)
+
+    return *on_first(group, opened, working), manifest.keys()

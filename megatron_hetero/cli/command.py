@@ -15,7 +15,7 @@ from megatron_hetero.base.errors import UserError, quoted
 from megatron_hetero.base.files import unusable
 
 if TYPE_CHECKING:
-    from megatron_hetero.checkpoint.convert import Advance
+    from megatron_hetero.checkpoint.storage import Advance
 
 
 def a_path(text: str) -> Path:

@@ -1,1 +1,1 @@
-"""A step: modules as they are trained, their gradients and optimizers, and what runs them."""
+"""A step: modules as they are trained, their gradients and optimizers, and the runner of a schedule."""

@@ -72,7 +72,7 @@ class AdamW(_Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(_Settings):
-    """Plain SGD, w -= lr * g, replicated. The attributes are those of `AdamW`."""
+    """Plain SGD, w -= lr * g, replicated. For the attributes see `AdamW`."""
 
     kind: ClassVar[OptimizerKind] = OPTIMIZERS["sgd"]
     betas: ClassVar[tuple[float, float]] = (0.0, 0.0)

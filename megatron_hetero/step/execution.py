@@ -1,5 +1,5 @@
-"""One step on one rank: a loop over its actions, independent of their builder. Actions are specified in
-`schedule.actions`, the interface of the models in `contract`.
+"""One step on one rank: a loop over its actions, independent of their builder. `schedule.actions` specifies actions,
+and `schedule.contract` the interface of the models.
 
 Crossings and transfers are explicit, not autograd's: outputs are detached where they leave a rank and become leaves
 where they arrive, so that every rank takes part even if it holds no row.
@@ -11,8 +11,8 @@ If one call of an encoder computes several micro-batches, the call is made in th
 of the last; the actions of the others do nothing, as in a micro-batch without images. All of them are in one turn of
 the encoder, in which no other action depends on the call.
 
-An input in parts saves memory: forward passes build no graph, and the backward pass of a part follows its second
-forward pass.
+An input in chunks (`InParts`) saves memory: forward passes build no graph, and the backward pass of a chunk follows its
+second forward pass.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from megatron_hetero.step.resources import (
     ReceivedRows,
     grad_of,
     hidden_shape,
-    inputs_of_parts,
+    inputs_of_chunks,
     joined_outputs,
     require_frozen,
     without_ddp,
@@ -77,22 +77,25 @@ class StepExecution:
         self.graph, self.checks, self.rank = resources.graph, resources.checks, resources.topology.rank
         self.device = resources.topology.platform.device
         self.optimizer = resources.optimizer if torch.is_grad_enabled() else None
-        self.actions, self.position = schedule.actions_of(self.rank) if self.rank in schedule.role_index else (), 0
-        backward = {i: each for i, each in enumerate(self.actions) if each.op == "run" and each.kind == "B"}
+        self.actions: Sequence[Action] = schedule.actions_of(self.rank) if self.rank in schedule.role_index else ()
+        self.position = 0
+        backward = {i: action for i, action in enumerate(self.actions) if action.op == "run" and action.kind == "B"}
         self.last_of_module = _last({i: action.module for i, action in backward.items()})
         self.last_of_stage = _last({i: action.place for i, action in backward.items()})
         self.last_of_micro_batch = _last({i: action.micro_batch for i, action in enumerate(self.actions)})
         self.live: dict[int, LiveMicroBatch] = {}
-        self.calls: dict[tuple[str, int], range] = {}  # of several micro-batches, by module and micro-batch
+        # Calls that compute several micro-batches, by module and each of these micro-batches.
+        self.calls: dict[tuple[str, int], range] = {}
         self.sends: deque[tuple[dist.Work, Tensor, Action]] = deque()
         # By module, the irecvs of gradients whose shape is not yet known, in order.
         self.deferred: defaultdict[str, deque[Action]] = defaultdict(deque)
-        # By module.
+        # Sums of this rank, by module.
         self.losses = dict[str, Tensor]()
         self.metrics = {name: dict[str, Tensor]() for name in resources.topology.layouts}
-        zero = {module: stages[0].zero for (module, _), stages in resources.gathered.items()}
-        stays = (stays_gathered(self.actions, schedule.module[name], each) for name, each in zero.items())
-        self.stays_gathered = frozenset(chain.from_iterable(stays))
+        # Runs after which the weights of a gathered stage stay gathered.
+        self.stays_gathered = set[Action]()
+        for module, zero in {module: stages[0].zero for (module, _), stages in resources.gathered.items()}.items():
+            self.stays_gathered.update(stays_gathered(self.actions, schedule.module[module], zero))
 
     def run(self) -> StepResult:
         """Execute the actions. Returns the sums of this rank."""
@@ -104,8 +107,8 @@ class StepExecution:
             gathered.before_run(gathered.zero == 2)  # Tokens may be embedded before the first run.
         for position, action in enumerate(self.actions):
             self.position = position
-            with self._watched(action), self.resources.watch.lap(self._part(action), str(action)):
-                # Nothing is sent of a module that is absent from the micro-batch.
+            with self._watched(action), self.resources.watch.lap(self._timed_as(action), str(action)):
+                # A module that is absent from the micro-batch sends and receives nothing.
                 if action.op not in ("send", "irecv", "wait") or self._module_input(action) is not None:
                     handlers[action.op](action)
             if position in self.last_of_module:
@@ -119,14 +122,14 @@ class StepExecution:
         return StepResult(losses[0] if len(losses) == 1 else torch.stack(losses).sum(), self.losses, self.metrics)
 
     def _start_sums(self, module: str) -> None:
-        """Begin to sum the module's gradients, which are those of the step, even if the rank computed none."""
+        """Begin to sum the module's gradients, which are complete, even if the rank computed none."""
         if self.optimizer is not None:
             with self.resources.watchdog.doing(lambda: f"{SUMS}, with all other ranks,"):
                 self.optimizer.start_sums(module)
 
     @contextlib.contextmanager
     def _watched(self, action: Action) -> Iterator[None]:
-        """Let the watchdog know the action, and add a note with it to errors of process groups."""
+        """Name the action to the watchdog, and in a note on errors of process groups."""
         # The watchdog stores this until the device has executed the action: it refers to no tensor.
         description = partial(describe_action, self.schedule, self.rank, action)
         with self.resources.watchdog.doing(description):
@@ -136,13 +139,14 @@ class StepExecution:
                 error.add_note(f"rank {self.rank} was in {description()} when this happened")
                 raise
 
-    def _part(self, action: Action) -> str:
+    def _timed_as(self, action: Action) -> str:
+        """Return the name under which the stopwatch adds up the time of an action."""
         if action.op == "run":
             return action.module
         return "boundary" if action.op in ("start", "finish") else "pipeline"
 
     def _micro_batch(self, number: int) -> LiveMicroBatch:
-        """What the rank stores of a micro-batch, which is loaded if this is the first action that names it."""
+        """Return what the rank stores of a micro-batch, which is loaded if this is the first action that names it."""
         if number not in self.live:
             batch = self.load(number)
             require_fits(number, batch, self.schedule)
@@ -152,16 +156,16 @@ class StepExecution:
         return self.live[number]
 
     def _activation(self, action: Action, micro_batch: int | None = None) -> Activation:
-        """What the stage of an action stores of its micro-batch, or of another."""
+        """Return what the stage of an action stores of its micro-batch, or of another."""
         return self._micro_batch(action.micro_batch if micro_batch is None else micro_batch).stages[action.place]
 
     def _call(self, action: Action) -> range:
-        """The micro-batches that are computed in one call with that of an action."""
+        """Return the micro-batches that one call computes together with the micro-batch of an action."""
         m = action.micro_batch
         return self.calls.get((action.module, m), range(m, m + 1))
 
     def _module_input(self, action: Action) -> Any:
-        """The input of an action's module; None if the module is absent from the micro-batch."""
+        """Return the input of an action's module; None if the module is absent from the micro-batch."""
         return self._micro_batch(action.micro_batch).batch.inputs.get(action.module)
 
     def _model(self, action: Action) -> Any:
@@ -173,16 +177,19 @@ class StepExecution:
     # ------------------------------------------------------------------------------------------------ work
 
     def _run(self, action: Action) -> None:
-        has_input, call = self._module_input(action) is not None, self._call(action)
-        runs = action.micro_batch == call[-1] if action.kind == "B" and len(call) > 1 else has_input
-        if runs and action.kind == "B":
-            self._backward(action)
+        runs = self._module_input(action) is not None
+        if action.kind == "B":
+            call = self._call(action)
+            if len(call) > 1:
+                runs = action.micro_batch == call[-1]
+            if runs:
+                self._backward(action)
         elif runs:
             self._before_run(action)
             self._forward(action)
 
     def _before_run(self, action: Action, *, more: bool = False) -> None:
-        """Notify gathered stages. `more`: whether other parts of the input follow in the same action."""
+        """Notify gathered stages. `more`: whether other chunks of the input follow in the same action."""
         for gathered in self.resources.gathered.get(action.place, ()):
             last = replace(action, micro_batch=self._call(action)[-1])
             gathered.before_run(last in self.stays_gathered or (more and gathered.zero == 2))
@@ -192,20 +199,22 @@ class StepExecution:
         activation = self._activation(action)
         goes_back = module.backward and (action.kind == "R" or not module.recomputes)
         keeps = goes_back and not isinstance(given, InChunks)
-        # A forward pass that runs again draws the same random numbers.
-        again = contextlib.nullcontext() if action.kind == "F" else self._random_state(activation.random_state)
+        # A forward pass that is recomputed draws the same random numbers.
+        random_state = contextlib.nullcontext() if action.kind == "F" else self._random_state(activation.random_state)
         activation.random_state = self._read_random_state() if action.kind == "F" and module.recomputes else None
-        with torch.set_grad_enabled(keeps), again:
+        with torch.set_grad_enabled(keeps), random_state:
             inputs = self._inputs(action, goes_back=goes_back)
             if isinstance(given, InChunks):
-                outputs = self._forward_in_parts(action, given, inputs, goes_back=goes_back)
+                outputs = self._forward_in_chunks(action, given, inputs, goes_back=goes_back)
             else:
                 outputs = self._outputs(action, given, inputs)
         if outputs is not None:
             self._store(action, inputs, outputs, keeps=keeps)
 
     def _inputs(self, action: Action, *, goes_back: bool) -> list[Any]:
-        """The arguments of a stage's model beside the module's input. `goes_back`: whether a backward pass follows."""
+        """Return the arguments of a stage's model beside the module's input. `goes_back`: whether a backward pass
+        follows.
+        """
         inputs, activation = [], self._activation(action)
         if action.stage != 0:
             trains = self.resources.modules[action.module].trains_before_last
@@ -218,17 +227,19 @@ class StepExecution:
                 activation.embedded = None
         return inputs + self._rows_of_stage(action)
 
-    def _forward_in_parts(
+    def _forward_in_chunks(
         self, action: Action, given: InChunks, inputs: Sequence[Any], *, goes_back: bool
     ) -> dict[str, Tensor] | None:
-        """Run each part forward. Returns their outputs, joined; None if only the backward pass needs them."""
-        state, outputs = self._read_random_state() if goes_back else None, None
+        """Run each chunk forward. Returns their outputs, joined; None if only the backward pass needs them."""
+        random_state = self._read_random_state() if goes_back else None
+        outputs = None
         if action.kind == "F" or not self._is_last_stage(action):
-            each = inputs_of_parts(self._model(action), given, next(iter(inputs), None))
-            calls = zip(given.chunks, each, strict=True)
-            outputs = joined_outputs([self._outputs(action, *call) for call in calls])
+            arguments = inputs_of_chunks(self._model(action), given, next(iter(inputs), None))
+            outputs = joined_outputs(
+                [self._outputs(action, chunk, more) for chunk, more in zip(given.chunks, arguments, strict=True)]
+            )
         if goes_back:
-            self._activation(action, self._call(action)[-1]).in_parts = given, state
+            self._activation(action, self._call(action)[-1]).in_chunks = given, random_state
         return outputs
 
     def _store(self, action: Action, inputs: Sequence[Any], outputs: dict[str, Tensor], *, keeps: bool) -> None:
@@ -237,14 +248,17 @@ class StepExecution:
         """
         self._require_result(action, outputs)
         if action.kind == "R" and not keeps:
-            outputs = {HIDDEN: outputs[HIDDEN]}  # Rows have crossed.
+            outputs = {HIDDEN: outputs[HIDDEN]}  # The rows have crossed already.
         if LOSS in outputs:
             if action.kind == "F":
-                loss, so_far = outputs[LOSS].detach(), self.losses.get(action.module)
-                self.losses[action.module] = loss.to(torch.float32, copy=True) if so_far is None else so_far.add_(loss)
+                loss = outputs[LOSS].detach()
+                if action.module in self.losses:
+                    self.losses[action.module].add_(loss)
+                else:
+                    self.losses[action.module] = loss.to(torch.float32, copy=True)
             if keeps and self.checks and not outputs[LOSS].requires_grad:
                 require_frozen(*action.place, self._model(action), inputs, outputs[LOSS])
-            if not keeps:  # an evaluation, or a forward that will be recomputed
+            if not keeps:  # Nothing goes back in an evaluation, or before a recomputed forward.
                 del outputs[LOSS]
         activation = self._activation(action)
         if len(call := self._call(action)) > 1:
@@ -261,7 +275,7 @@ class StepExecution:
             output: StageOutput = self._model(action)(given, *inputs)
         is_last = self._is_last_stage(action)
         expected = [*([] if is_last else [HIDDEN]), *self._crossing_names(action)] or [LOSS]
-        # A module that feeds others may have a loss of its own.
+        # A module that feeds others may also have a loss.
         may_have = [LOSS] if is_last and expected != [LOSS] else []
         if is_last and isinstance(output, Mapping) and METRICS in output:
             output = dict(output)
@@ -279,12 +293,12 @@ class StepExecution:
         for name, value in metrics.items() if action.kind == "F" else ():
             value = torch.as_tensor(value, device=self.device)
             found = f"{METRICS} `{name}` of shape {tuple(value.shape)}"
-            self._require(value.dim() == 0, action, found, "a scalar, a sum over this rank's part")
+            self._require(value.dim() == 0, action, found, "a scalar, a sum over this rank's tokens")
             sums[name] = sums[name] + value.detach() if name in sums else value.detach().clone()
 
     def _split_call(self, action: Action, outputs: Mapping[str, Tensor], call: range, *, keeps: bool) -> None:
-        """Split the rows that a call returned into those of its micro-batches, without copies. Outputs with a graph are
-        stored whole, too, until the backward of the last micro-batch.
+        """Split the rows that a call returned by micro-batch, without copies. Outputs with a graph are also stored as a
+        whole until the backward of the last micro-batch.
         """
         if keeps:
             self._activation(action, call[-1]).called = dict(outputs)
@@ -298,11 +312,11 @@ class StepExecution:
                 first = rows.stop
 
     def _crossing_names(self, action: Action) -> list[str]:
-        """The outputs of the stage of an action that cross along some edge."""
+        """Return the names of outputs of an action's stage that cross along some edge."""
         return list(dict.fromkeys(name for edge in self._leaving(action) for name in self.graph.outputs_of(edge)))
 
     def _leaving(self, action: Action) -> tuple[Edge, ...]:
-        """The edges that leave the stage of an action."""
+        """Return the edges that leave the stage of an action."""
         return self.schedule.leaving.get(action.place, ())
 
     def _read_random_state(self) -> Any:
@@ -310,7 +324,7 @@ class StepExecution:
 
     @contextlib.contextmanager
     def _random_state(self, state: Any) -> Iterator[None]:
-        """Draw random numbers as from `state`. Later draws are unaffected."""
+        """Draw random numbers as from `state` inside. Later draws are unaffected."""
         read, write = random_states(self.resources.topology.platform)
         outside = read()
         write(state)
@@ -320,22 +334,23 @@ class StepExecution:
             write(outside)
 
     def _rows_of_stage(self, action: Action) -> list[Tensor | dict[str, Tensor]]:
-        """The rows that enter a stage, as its arguments."""
-        edges, rows = self.schedule.entering.get(action.place, ()), defaultdict[str, list[Tensor]](list)
+        """Return the rows that enter a stage, as its arguments."""
+        edges = self.schedule.entering.get(action.place, ())
+        if not edges:
+            # The text module takes rows even if no encoder enters its first stage.
+            takes_rows = action.stage == 0 and self.schedule.module[action.module].style == "text"
+            width = self.graph.width if isinstance(self.graph.width, int) else 0
+            return [self._no_rows(width)] if takes_rows else []
+        rows_by_name = defaultdict[str, list[Tensor]](list)
         entered = self._micro_batch(action.micro_batch).rows
         for edge in edges:
             # Rows live until their gradients leave, if any.
             received = entered.get(edge) if self.schedule.returns(edge) else entered.pop(edge, None)
             leaves = {} if received is None else received.leaves
             for name in self.graph.outputs_of(edge):
-                rows[name] += [leaves[name] if name in leaves else self._no_rows(self.graph.width_of(edge))]
-        found = {name: each[0] if len(each) == 1 else torch.cat(each) for name, each in rows.items()}
-        if not edges:
-            # The text module takes rows even if no encoder enters its first stage.
-            takes_rows = action.stage == 0 and self.schedule.module[action.module].style == "text"
-            width = self.graph.width if isinstance(self.graph.width, int) else 0
-            return [self._no_rows(width)] if takes_rows else []
-        return [found[ROWS] if found.keys() == {ROWS} else found]
+                rows_by_name[name].append(leaves[name] if name in leaves else self._no_rows(self.graph.width_of(edge)))
+        rows = {name: each[0] if len(each) == 1 else torch.cat(each) for name, each in rows_by_name.items()}
+        return [rows[ROWS] if rows.keys() == {ROWS} else rows]
 
     def _embed(self, module: str, number: int) -> None:
         """Run the `embed` of a module's first stage, if it has one and has not run."""
@@ -354,18 +369,18 @@ class StepExecution:
         activation.outputs, activation.called = {}, {}
         grads = {HIDDEN: activation.received.pop("B", None), LOSS: None}
         self._return_rows_early(action)
+        row_grads = activation.row_grads
         for edge in self._leaving(action):
             names = self.graph.outputs_of(edge)
-            row_grads = activation.row_grads
             if arrived := [row_grads.pop((edge, m)) for m in call if (edge, m) in row_grads]:
                 whole = torch.cat(arrived) if len(arrived) > 1 else arrived[0]
-                arrived.clear()  # Or they would stay beside it during the backward pass.
+                arrived.clear()  # Otherwise they would use memory during the backward pass.
                 for name, grad in zip(names, whole.chunk(len(names), dim=1), strict=True):
                     # Rows that several modules take have gradients from each.
                     grads[name] = grad if (other := grads.get(name)) is None else other + grad
-        if activation.in_parts is not None:
-            self._backward_in_parts(action, *activation.in_parts, grads)
-            activation.in_parts = None  # The patches of all parts are on the device until here.
+        if activation.in_chunks is not None:
+            self._backward_in_chunks(action, *activation.in_chunks, grads)
+            activation.in_chunks = None  # The patches of all chunks are on the device until here.
         else:
             self._before_run(action)
             self._backpropagate(action, outputs, grads, is_last=True)
@@ -373,7 +388,7 @@ class StepExecution:
     def _backpropagate(
         self, action: Action, outputs: Mapping[str, Tensor], grads: Mapping[str, Tensor | None], *, is_last: bool
     ) -> None:
-        """`is_last`: whether no other part of the action's input follows."""
+        """Run autograd from outputs with a graph. `is_last`: whether no other chunk of the action's input follows."""
         if is_last and self.position in self.last_of_stage and self.optimizer is not None:
             self.optimizer.expect(*action.place)
         # Outputs of a frozen first stage require no gradient; rows that no module takes get none.
@@ -381,25 +396,26 @@ class StepExecution:
         if names:
             torch.autograd.backward([outputs[name] for name in names], [grads[name] for name in names])
 
-    def _backward_in_parts(
+    def _backward_in_chunks(
         self, action: Action, given: InChunks, random_state: Any, grads: Mapping[str, Tensor | None]
     ) -> None:
-        """Run each part forward once more, and back. `grads`: of the concatenated outputs."""
+        """Run each chunk forward once more, and backward. `grads`: gradients of the concatenated outputs."""
         hidden = self._activation(action).hidden
-        each, starts = inputs_of_parts(self._model(action), given, hidden), dict.fromkeys(grads, 0)
+        arguments = inputs_of_chunks(self._model(action), given, hidden)
+        starts = dict.fromkeys(grads, 0)
         with torch.enable_grad(), self._random_state(random_state):
-            for number, (part, inputs) in enumerate(zip(given.chunks, each, strict=True), 1):
+            for number, (chunk, inputs) in enumerate(zip(given.chunks, arguments, strict=True), 1):
                 is_last = number == len(given.chunks)
                 self._before_run(action, more=not is_last)
-                outputs, own = self._outputs(action, part, inputs), dict(grads)
+                outputs, chunk_grads = self._outputs(action, chunk, inputs), dict(grads)
                 for name, grad in grads.items():
                     if grad is not None and name in outputs:
-                        own[name] = grad.narrow(0, starts[name], len(outputs[name]))
+                        chunk_grads[name] = grad.narrow(0, starts[name], len(outputs[name]))
                         starts[name] += len(outputs[name])
-                self._backpropagate(action, outputs, own, is_last=is_last)
-                del outputs  # Or the next part would run beside them.
+                self._backpropagate(action, outputs, chunk_grads, is_last=is_last)
+                del outputs  # Otherwise they would use memory while the next chunk runs.
         if hidden is not None and hidden.requires_grad:
-            hidden.grad = torch.cat([grad_of(leaf) for (leaf,) in each])
+            hidden.grad = torch.cat([grad_of(leaf) for (leaf,) in arguments])
 
     # ------------------------------------------------------------------------------------------- pipelines
 
@@ -462,7 +478,7 @@ class StepExecution:
         self._require(tuple(found) == tuple(expected), action, shape, wanted, wrong)
 
     def _link(self, action: Action, sender: int) -> str:
-        """Name a transfer of hidden states between two stages, alike on both ranks."""
+        """Name a transfer of hidden states between two stages, the same on both ranks."""
         stage = action.stage if action.op != "send" else action.peer
         return f"{action.module} {action.kind} {stage} {sender}"
 
@@ -470,7 +486,7 @@ class StepExecution:
         return self.schedule.peer_rank(self.rank, action)
 
     def _pipeline(self, action: Action) -> dist.ProcessGroup:
-        """The group of an action's link, one direction between two ranks."""
+        """Return the group of an action's link, one direction between two ranks."""
         use = use_of(self.schedule, action)
         assert isinstance(use, Link), f"{action} is no pipeline transfer"
         return self.resources.topology.pipelines[action.module][use.direction, use.sender]
@@ -500,7 +516,7 @@ class StepExecution:
             crossings["B", edge] = communicator.start_backward(plan, grads)
 
     def _encoded(self, edge: Edge, micro_batch: LiveMicroBatch) -> Tensor:
-        """This rank's rows that cross, outputs side by side; no rows on ranks that only receive."""
+        """Return this rank's rows that cross, outputs side by side; no rows on ranks that only receive."""
         place = edge.source, self.schedule.stages_of(edge)[0]
         activation = micro_batch.stages[place]
         if not activation.outputs:
@@ -509,7 +525,9 @@ class StepExecution:
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
 
     def _take(self, place: StageId, activation: Activation, name: str, edge: Edge | None = None) -> Tensor:
-        """An output that leaves the rank. The last use frees it if no gradient returns (recomputed or frozen)."""
+        """Return an output that leaves the rank. The last use frees it if no gradient returns: recomputed or
+        frozen.
+        """
         outputs = activation.outputs
         others = [e for e in self.schedule.leaving.get(place, ()) if name in self.graph.outputs_of(e)]
         is_last = edge is None or edge == others[-1]
@@ -533,8 +551,8 @@ class StepExecution:
             last.stages[edge.source, left].row_grads[edge, action.micro_batch] = arrived
 
     def _return_rows_early(self, action: Action) -> None:
-        """If this rank's next crossing returns the gradients of rows that entered the stage, start it as soon as they
-        are computed, during the backward.
+        """Start this rank's next crossing during the backward pass, once its gradients are computed, if it returns
+        gradients of rows that entered the stage.
         """
         following = early_start(self.schedule, self.actions, self.position)
         entered = self._micro_batch(action.micro_batch).rows
@@ -566,5 +584,5 @@ class StepExecution:
 
 
 def _last(keys: Mapping[int, Hashable]) -> frozenset[int]:
-    """The last position of each key. `keys`: by position, ascending."""
+    """Return the last position of each key. `keys`: keys by position, ascending."""
     return frozenset({key: position for position, key in keys.items()}.values())

@@ -22,17 +22,20 @@ from megatron_hetero.models.layers.offload import ActivationOffload
 from megatron_hetero.models.layers.overlapped import overlap_exchanges
 from megatron_hetero.models.layers.parts import Site
 from megatron_hetero.schedule.gathering import shares_weights
-from megatron_hetero.step.buffers import Replicated
-from megatron_hetero.step.fully_sharded import FullySharded, ShardedStage, shard_stage, without_weights
-from megatron_hetero.step.module import DataParallel, TrainedModule
+from megatron_hetero.step.buffers import in_buffers
+from megatron_hetero.step.fully_sharded import ShardedStage, in_shards, shard_stage, without_weights
+from megatron_hetero.step.module import ModuleGradients, ModuleWeights, TrainedModule
 
 
 @dataclass(frozen=True)
 class _RankView:
     """A view of a module's layout on this rank.
 
-    `group`: the ranks with the same parameters. `maps`: the weight map of each stage, for each rank that holds parts of
-    the view's parameters; `local`: those of this rank.
+    Attributes:
+        view: the view.
+        group: the ranks with the same parameters.
+        maps: for each rank that holds shards of the view's parameters, the weight map of each stage.
+        local: the weight maps of this rank's stages.
     """
 
     view: View
@@ -50,84 +53,111 @@ class _RankView:
     @cached_property
     def names(self) -> frozenset[str]:
         """Names of this rank's parameters, in the whole module."""
-        return frozenset(_joined(self.local))
+        return frozenset(_merged(self.local))
 
 
 def build_module(module: ModuleJob, topology: Topology, weights: WeightSource) -> tuple[TrainedModule, ...]:
-    """Build this rank's part of a module, one value for each view of its layout. Raises `UserError` for a backend that
-    is not usable here, or weights that are not the module's.
+    """Build this rank's stages of a module, as one `TrainedModule` for each view of its layout. Raises `UserError` for
+    a backend that is not usable here, or weights that are not the module's.
     """
-    layout, platform, settings = module.layout, topology.platform, module.settings
+    layout, settings = module.layout, module.settings
     coordinate = layout.coordinate(topology.rank)
     stages = stages_of_rank(module.stages, coordinate.pp, layout.pp)
     views = [_RankView.of(module, topology, view, stages) for view in layout.every_view]
-    maps = [_joined(of_views) for of_views in zip(*(view.local for view in views), strict=True)]
+    maps = [_merged(views_of_stage) for views_of_stage in zip(*(view.local for view in views), strict=True)]
     frozen = {module.prefix + tensor for tensor in module.frozen}
-    trained = frozenset(name for of in maps for name, slices in of.items() if slices[0].name not in frozen)
-    tied = next(filter(None, map(module.shape.architecture.tied_parameter, stages)), None)
-    in_shares = shares_weights(settings.zero, max(view.group.size() for view in views), bool(trained))
-    gradients: dict[str, Any] = {
-        "gradients": getattr(torch, settings.precision.gradients),
-        "adds_up": module.recompute.chunk > 0,
-    }
-    shard = partial(
-        shard_stage,
-        group=views[0].group,
-        device=platform.device,
-        trained=trained,
-        zero=settings.zero,
-        further=[(view.group, view.names) for view in views[1:]],
-        **gradients,
-    )
+    trained = frozenset(name for each in maps for name, slices in each.items() if slices[0].name not in frozen)
+    shard = None
+    if shares_weights(settings.zero, max(view.group.size() for view in views), bool(trained)):
+        shard = _shard(module, topology, views, trained)
+    platform = topology.platform
     site = module.site(topology.collection(module.name), platform, choose_backend(module.backend, platform))
-    build = partial(_with_overlap, module, site, ActivationOffload(platform) if settings.offload.activations else None)
+    offload = ActivationOffload(platform) if settings.offload.activations else None
     copies = module.shape.architecture.stored_twice
-    built = [
-        _build_stage(partial(build, stage), stage, own_map, weights, copies, trained, shard if in_shares else None)
-        for stage, own_map in zip(stages, maps, strict=True)
-    ]
-    chunks = tuple(model for model, _ in built)
+    chunks, sharded_stages = list[Any](), list[tuple[ShardedStage, ...]]()
+    for stage, weight_map in zip(stages, maps, strict=True):
+        build = partial(_with_overlap, module, site, offload, stage)
+        model, sharded_views = _build_stage(build, stage, weight_map, weights, copies, trained, shard)
+        chunks.append(model)
+        sharded_stages.append(sharded_views)
     parameters = {
         name: parameter
         for model, stage in zip(chunks, stages, strict=True)
         for name, parameter in named_parameters(model, stage).items()
     }
-    if tied is not None and not in_shares:
-        # A bucket of its own: a sharded optimizer then cuts both copies alike, so that the ranks that hold the same
-        # elements of both are those that differ in `pp` alone.
+    tied = next(filter(None, map(module.shape.architecture.tied_parameter, stages)), None)
+    if tied is not None and shard is None:
+        # A bucket to itself: a sharded optimizer then cuts both copies in the same way, so that the ranks that hold the
+        # same elements of both are those that differ in `pp` alone.
         parameters[tied].shared_embedding = True  # pyright: ignore[reportAttributeAccessIssue]
-
-    def in_view(number: int, view: _RankView) -> TrainedModule:
+    trained_views = list[TrainedModule]()
+    for number, view in enumerate(views):
+        in_view = {name: parameter for name, parameter in parameters.items() if name in view.names}
+        stages_in_view = None if shard is None else tuple(each[number] for each in sharded_stages)
+        weights_in_view, gradients = _stored(module, topology, view, in_view, chunks, stages_in_view)
         is_main = view.view == MAIN
-        of_view = {name: parameter for name, parameter in parameters.items() if name in view.names}
-        data_parallel: DataParallel
-        if in_shares:
-            data_parallel = FullySharded.of(of_view, view.group, tuple(of_stage[number] for _, of_stage in built))
-        else:
-            data_parallel = Replicated.of(
-                module.name if is_main else f"{module.name}.{view.view.name}",
-                of_view,
-                chunks,
-                view.group,
-                in_one_bucket=coordinate.pp > 0,
-                prefers_all_reduce=platform.prefers_all_reduce,
-                sharded=module.optimizer.sharded,
-                **gradients,
+        trained_views.append(
+            TrainedModule(
+                name=module.name,
+                topology=topology,
+                stages=tuple(coordinate.pp + i * layout.pp for i in range(len(stages))),
+                chunks=tuple(chunks),
+                maps=tuple(map(_merged, view.maps)),
+                weights=weights_in_view,
+                gradients=gradients,
+                over_tp={name: "sum" for name, p in in_view.items() if getattr(p, "sequence_parallel", False)},
+                tied=tied if is_main else None,
+                tied_copy=tied if is_main and not any(stage.is_first for stage in stages) else None,
+                view=view.view,
             )
-        return TrainedModule(
-            name=module.name,
-            topology=topology,
-            stages=tuple(coordinate.pp + i * layout.pp for i in range(len(stages))),
-            chunks=chunks,
-            maps=tuple(map(_joined, view.maps)),
-            data_parallel=data_parallel,
-            over_tp={name: "sum" for name, p in of_view.items() if getattr(p, "sequence_parallel", False)},
-            tied=tied if is_main else None,
-            tied_copy=tied if is_main and not any(stage.is_first for stage in stages) else None,
-            view=view.view,
         )
+    return tuple(trained_views)
 
-    return tuple(in_view(number, view) for number, view in enumerate(views))
+
+def _shard(
+    module: ModuleJob, topology: Topology, views: Sequence[_RankView], trained: Collection[str]
+) -> Callable[..., tuple[ShardedStage, ...]]:
+    """Return a function that shards a stage, given its model, its names and `load`, by the settings of the module."""
+    return partial(
+        shard_stage,
+        group=views[0].group,
+        device=topology.platform.device,
+        trained=trained,
+        gradients=getattr(torch, module.settings.precision.gradients),
+        zero=module.settings.zero,
+        adds_up=_adds_up(module),
+        further=[(view.group, view.names) for view in views[1:]],
+    )
+
+
+def _stored(
+    module: ModuleJob,
+    topology: Topology,
+    view: _RankView,
+    parameters: Mapping[str, torch.nn.Parameter],
+    chunks: Sequence[Any],
+    stages: tuple[ShardedStage, ...] | None,
+) -> tuple[ModuleWeights, ModuleGradients]:
+    """Return the weights and gradients of a view: in the sharded `stages`, or in buffers if there are none."""
+    key = module.name if view.view == MAIN else f"{module.name}.{view.view.name}"
+    if stages is not None:
+        return in_shards(key, parameters, view.group, stages)
+    return in_buffers(
+        key,
+        parameters,
+        chunks,
+        view.group,
+        in_one_bucket=module.layout.coordinate(topology.rank).pp > 0,
+        prefers_all_reduce=topology.platform.prefers_all_reduce,
+        sharded=module.optimizer.sharded,
+        gradients=getattr(torch, module.settings.precision.gradients),
+        adds_up=_adds_up(module),
+    )
+
+
+def _adds_up(module: ModuleJob) -> bool:
+    """Return whether a backward pass gives parameters several gradients, one for each chunk of tokens."""
+    return module.recompute.chunk > 0
 
 
 def _with_overlap(module: ModuleJob, site: Site, offload: ActivationOffload | None, stage: PipelineStage) -> Any:
@@ -142,70 +172,70 @@ def _with_overlap(module: ModuleJob, site: Site, offload: ActivationOffload | No
     return model
 
 
-def _joined(maps: Iterable[WeightMap]) -> WeightMap:
-    return {each: slices for of in maps for each, slices in of.items()}
+def _merged(maps: Iterable[WeightMap]) -> WeightMap:
+    return {name: slices for weight_map in maps for name, slices in weight_map.items()}
 
 
 def _build_stage(
     build: Callable[[], Any],
     stage: PipelineStage,
-    own_map: WeightMap,
+    weight_map: WeightMap,
     weights: WeightSource,
     copies: Mapping[str, str],
     trained: Collection[str],
     shard: Callable[..., tuple[ShardedStage, ...]] | None,
 ) -> tuple[Any, tuple[ShardedStage, ...]]:
-    """Build the model of a stage, with its weights, which `shard` shares if it is given. Returns its result, too: the
-    sharded stage in each view.
+    """Build the model of a stage with its weights, which `shard` shares among ranks if it is given. Returns the model,
+    and the sharded stage in each view.
     """
     if shard is None:
         model = build()
-        load_parameters(model, own_map, weights, stage, copies)
+        load_parameters(model, weight_map, weights, stage, copies)
         for name, parameter in named_parameters(model, stage).items():
             parameter.requires_grad_(name in trained)
         return model, ()
     with without_weights():
         model = build()
-    _require_same_names(named_parameters(model, stage), own_map)
-    _require_equal_copies(own_map, weights, copies)
-    return model, shard(model, stage.global_name, load=partial(_load, own_map, weights))
+    _require_same_names(named_parameters(model, stage), weight_map)
+    _require_equal_copies(weight_map, weights, copies)
+    return model, shard(model, stage.global_name, load=partial(_load, weight_map, weights))
 
 
 def named_parameters(model: torch.nn.Module, stage: PipelineStage | None) -> dict[str, torch.nn.Parameter]:
-    """The parameters of a stage (None: a whole module), by their names in the whole module."""
+    """Return the parameters of a stage (None: a whole module), by their names in the whole module."""
     return {name if stage is None else stage.global_name(name): p for name, p in model.named_parameters()}
 
 
 def load_parameters(
     model: torch.nn.Module,
-    own_map: WeightMap,
+    weight_map: WeightMap,
     weights: WeightSource,
     stage: PipelineStage | None,
     copies: Mapping[str, str],
 ) -> None:
-    """Read each parameter's own slices. Parameters and map must have the same names.
+    """Read the slices of each parameter. Parameters and map must have the same names.
 
-    `copies`: what the folder may store a second time, and the original.
+    `copies`: tensors that the folder may store a second time, and their originals.
     """
     parameters = named_parameters(model, stage)
-    _require_same_names(parameters, own_map)
+    _require_same_names(parameters, weight_map)
     for name, parameter in parameters.items():
-        _load(own_map, weights, name, parameter)
-    _require_equal_copies(own_map, weights, copies)
+        _load(weight_map, weights, name, parameter)
+    _require_equal_copies(weight_map, weights, copies)
 
 
-def _load(own_map: WeightMap, weights: WeightSource, name: str, parameter: Tensor) -> None:
-    load_slices(parameter, own_map[name], [weights.read(tensor_slice) for tensor_slice in own_map[name]])
+def _load(weight_map: WeightMap, weights: WeightSource, name: str, parameter: Tensor) -> None:
+    load_slices(parameter, weight_map[name], [weights.read(tensor_slice) for tensor_slice in weight_map[name]])
 
 
-def _require_same_names(parameters: Collection[str], own_map: WeightMap) -> None:
-    missing, unexpected = set(parameters) - own_map.keys(), own_map.keys() - set(parameters)
+def _require_same_names(parameters: Collection[str], weight_map: WeightMap) -> None:
+    missing, unexpected = set(parameters) - weight_map.keys(), weight_map.keys() - set(parameters)
     assert not missing and not unexpected, f"weight map: missing {sorted(missing)}, unexpected {sorted(unexpected)}"
 
 
-def _require_equal_copies(own_map: WeightMap, weights: WeightSource, copies: Mapping[str, str]) -> None:
+def _require_equal_copies(weight_map: WeightMap, weights: WeightSource, copies: Mapping[str, str]) -> None:
     """Check that copies in the folder of a tied model are equal, in the rows of this rank. Raises `UserError`."""
-    slices = {tensor_slice for of_parameter in own_map.values() for tensor_slice in of_parameter}
+    slices = {tensor_slice for parameter_slices in weight_map.values() for tensor_slice in parameter_slices}
     used = {tensor_slice.name for tensor_slice in slices}
     for copy, original in copies.items():
         if copy not in used and copy in weights.shapes and original in used:

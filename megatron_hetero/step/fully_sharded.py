@@ -1,11 +1,11 @@
 """ZeRO stages 2 and 3 with PyTorch's FSDP2 (`fully_shard`), under the one rule for gradients.
 
-A stage consists of *units*: each layer, an embedding, and what is left; modules inside these with parameters of a
-further view are units of their own. All ranks of the group that sums its gradients gather the weights of a unit when it
-runs, and drop them afterwards. Each backward pass reduce-scatters the gradients of a unit, as sums and in the dtype
-that they are accumulated in; they are added up here and not in `.grad`, whose dtype is that of the weights. A rank
-stores rows [rank * k, rank * k + k) of each parameter, k being the number of rows over that of ranks, rounded up: a
-flat range, as with the distributed optimizer.
+A stage consists of *units*: each layer, an embedding, and the rest; modules inside these with parameters of a further
+view are units of their own. All ranks of the group that sums its gradients gather the weights of a unit when it runs,
+and drop them afterwards. Each backward pass reduce-scatters the gradients of a unit, as sums and in the dtype in which
+they are accumulated; they are added up here and not in `.grad`, whose dtype is that of the weights. A rank stores rows
+[rank * k, rank * k + k) of each parameter, with k = ceil(rows / ranks): a flat range, as with the distributed
+optimizer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from megatron_hetero.schedule.contract import Gathered
 from megatron_hetero.schedule.gathering import rows_of_share
 from megatron_hetero.schedule.program import StageId
 from megatron_hetero.step.buffers import units_of
-from megatron_hetero.step.module import DataParallel, Range, TrainedModule
+from megatron_hetero.step.gradient_state import GradientState
+from megatron_hetero.step.module import ModuleGradients, ModuleWeights, Range, TrainedModule
 
 Load = Callable[[str, Tensor], None]
 """Fills a parameter, by its name."""
@@ -39,9 +40,13 @@ Load = Callable[[str, Tensor], None]
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A part of a stage whose weights are gathered in one collective. `gradients`: those of this rank's rows of the
-    trained parameters, each with as many elements as on the first rank. `places`: where each begins. `read_again`:
-    whether its weights are read after it has run.
+    """A module of a stage whose weights are gathered in one collective.
+
+    Attributes:
+        module: the module.
+        gradients: gradients of this rank's rows of the trained parameters, padded to the size on the first rank.
+        places: where the gradient of each parameter begins in them.
+        read_again: whether the weights are read after the module has run.
     """
 
     module: Any
@@ -52,9 +57,13 @@ class Unit:
 
 @dataclass(frozen=True, eq=False)
 class ShardedStage:
-    """The weights of a stage in one view, which are gathered when it runs. `units` are in the order in which they run;
-    in the main view the last is the model itself, with what is left of the stage. `gradients`: those of all units,
-    concatenated. `zero`: 2 or 3.
+    """The weights of a stage in one view, which are gathered when it runs.
+
+    Attributes:
+        units: in the order in which they run; in the main view the last is the model itself, with the parameters that
+            are in no other unit.
+        gradients: gradients of all units, concatenated.
+        zero: 2 or 3.
     """
 
     units: tuple[Unit, ...]
@@ -71,59 +80,22 @@ class ShardedStage:
 
 
 @dataclass(frozen=True, eq=False)
-class FullySharded(DataParallel):
-    """Each rank stores and updates its rows of each parameter of a view, which `stages` gather when they run.
-
-    `gradients`: of each trained parameter, flat, from this rank's first element on.
-    """
+class ShardedWeights(ModuleWeights):
+    """Each rank stores and updates its rows of each parameter of a view, which `stages` gather when they run."""
 
     stages: tuple[ShardedStage, ...]
-    gradients: Mapping[str, Tensor]
-
-    reduces_early: ClassVar[bool] = True
-
-    @classmethod
-    def of(
-        cls, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, stages: tuple[ShardedStage, ...]
-    ) -> FullySharded:
-        """Find the gradients of the parameters in the units of the stages."""
-        units = (unit for stage in stages for unit in stage.units)
-        gradients = {name: unit.gradients[start:] for unit in units for name, start in unit.places.items()}
-        owned = {name: _range_of(parameters[name].shape, group) for name in gradients}
-        return cls(parameters, group, owned, True, True, stages, gradients)
-
-    @property
-    @override
-    def summed(self) -> Sequence[Tensor]:
-        return [stage.gradients for stage in self.stages if len(stage.gradients)]
 
     @override
     def stored(self, name: str) -> Range:
         return _range_of(self.parameters[name].shape, self.group)
 
     @override
-    def weights(self, name: str) -> Tensor:
+    def values(self, name: str) -> Tensor:
         parameter: Any = self.parameters[name]
         return parameter.detach().to_local().view(-1)
 
     @override
-    def accumulated(self, name: str) -> tuple[Tensor, Range]:
-        start, stop = self.stored(name)
-        return self.gradients[name][: stop - start], (start, stop)
-
-    @override
-    def zero_gradients(self, *, set_to_none: bool = True) -> None:
-        for gradients in self.summed:
-            gradients.zero_()
-
-    @override
-    def start_reducing(self) -> Tensor:
-        """Check the sums that backward passes have formed."""
-        extremes = [end for gradients in self.summed for end in torch.aminmax(gradients)]
-        return torch.stack(extremes).isfinite().all().double()
-
-    @override
-    def share_weights(self) -> None:
+    def publish(self) -> None:
         """Drop weights that are still gathered."""
         for stage in self.stages:
             for unit in stage.units:
@@ -132,32 +104,80 @@ class FullySharded(DataParallel):
     @override
     def whole(self, name: str, flat: Tensor) -> Tensor:
         shape, group = self.parameters[name].shape, self.group
-        mine = flat.new_zeros(share_of(shape, group.size()))
-        mine[: len(flat)] = flat
-        gathered = mine.new_empty(len(mine) * group.size())
-        dist.all_gather_into_tensor(gathered, mine, group=group)
+        padded = flat.new_zeros(share_of(shape, group.size()))
+        padded[: len(flat)] = flat
+        gathered = padded.new_empty(len(padded) * group.size())
+        dist.all_gather_into_tensor(gathered, padded, group=group)
         return gathered[: shape.numel()].view(shape)
+
+
+class ShardedGradients(ModuleGradients):
+    """Each backward pass sums the gradients of a view, and a rank accumulates them for the rows that it stores."""
+
+    reduces_early: ClassVar[bool] = True
+
+    def __init__(self, name: str, weights: ShardedWeights):
+        self.state, self._weights = GradientState(name), weights
+        units = (unit for stage in weights.stages for unit in stage.units)
+        # The gradient of each trained parameter, flat, from this rank's first element on.
+        self._by_name = {name: unit.gradients[start:] for unit in units for name, start in unit.places.items()}
+
+    @property
+    @override
+    def sums_shares(self) -> bool:
+        return True
+
+    @property
+    @override
+    def summed(self) -> Sequence[Tensor]:
+        return [stage.gradients for stage in self._weights.stages if len(stage.gradients)]
+
+    @override
+    def accumulated(self, name: str) -> tuple[Tensor, Range]:
+        start, stop = self._weights.stored(name)
+        return self._by_name[name][: stop - start], (start, stop)
+
+    @override
+    def clear(self, *, set_to_none: bool) -> None:
+        for gradients in self.summed:
+            gradients.zero_()
+
+    @override
+    def finish(self) -> Tensor:
+        """Check the sums that backward passes have formed."""
+        extremes = [extreme for gradients in self.summed for extreme in torch.aminmax(gradients)]
+        return torch.stack(extremes).isfinite().all().double()
+
+
+def in_shards(
+    name: str, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, stages: tuple[ShardedStage, ...]
+) -> tuple[ShardedWeights, ShardedGradients]:
+    """Describe the sharded `stages` of a view of the module `name`, whose `parameters` the ranks of `group` share."""
+    trained = (each for stage in stages for unit in stage.units for each in unit.places)
+    owned = {each: _range_of(parameters[each].shape, group) for each in trained}
+    weights = ShardedWeights(parameters, group, owned, True, stages)
+    return weights, ShardedGradients(name, weights)
 
 
 def gathered_stages(modules: Iterable[TrainedModule]) -> dict[StageId, list[ShardedStage]]:
     """The sharded stages of the views of modules, by module and stage number."""
-    found = dict[StageId, list[ShardedStage]]()
+    stages_by_id = dict[StageId, list[ShardedStage]]()
     for module in modules:
-        if isinstance(module.data_parallel, FullySharded):
-            for number, stage in zip(module.stages, module.data_parallel.stages, strict=True):
-                found.setdefault((module.name, number), []).append(stage)
-    return found
+        if isinstance(module.weights, ShardedWeights):
+            for number, stage in zip(module.stages, module.weights.stages, strict=True):
+                stages_by_id.setdefault((module.name, number), []).append(stage)
+    return stages_by_id
 
 
 def _range_of(shape: torch.Size, group: dist.ProcessGroup) -> Range:
-    """The elements of a parameter on this rank of the group."""
+    """Return the elements of a parameter that this rank of the group stores."""
     size, share = shape.numel(), share_of(shape, group.size())
     start = min(size, share * group.rank())
     return start, min(size, start + share)
 
 
 def share_of(shape: torch.Size, ranks: int) -> int:
-    """Elements of a parameter on the first of `ranks`, which has the most."""
+    """Return the number of elements on the first of `ranks`, which no other rank exceeds."""
     return rows_of_share(shape[0], ranks) * shape[1:].numel()
 
 
@@ -193,8 +213,8 @@ def shard_stage(
     is whole. Returns the sharded stage in the main view, and in each further one.
 
     Args:
-        model: model of the stage; `model.units()`, if it has that method, are the parts that are gathered by
-            themselves, in the order in which they run.
+        model: model of the stage; `model.units()`, if it has that method, are the modules that are gathered separately,
+            in the order in which they run.
         name_of: gives a parameter's name in the module from that in the stage; all names below are in the module.
         group: the ranks that share the weights of the main view.
         device: where weights go.
@@ -205,44 +225,43 @@ def shard_stage(
         adds_up: whether a backward pass gives parameters several gradients.
         further: for each further view, the ranks that share its weights, and the names of its parameters.
     """
-    groups = [group, *(each for each, _ in further)]
+    groups = [group, *(further_group for further_group, _ in further)]
     for each in groups:
         if isinstance(each, LocalGroup):
             each.register()  # A mesh knows its groups by name.
     meshes = [DeviceMesh.from_group(each, device.type, mesh_dim_names=("dp_cp",)) for each in groups]
     names = {parameter: name_of(name) for name, parameter in model.named_parameters()}
-    view_of = {name: view for view, (_, own) in enumerate(further, 1) for name in own}
-    views = {parameter: view_of.get(name, 0) for parameter, name in names.items()}
+    view_by_name = {name: view for view, (_, names_in_view) in enumerate(further, 1) for name in names_in_view}
+    views = {parameter: view_by_name.get(name, 0) for parameter, name in names.items()}
     policy = MixedPrecisionPolicy(reduce_dtype=gradients, cast_forward_inputs=False)
-    runs = list[list[_Part]]()
+    runs = list[list[_FutureUnit]]()
     # The rest of a stage runs last, and first in the backward pass.
-    for part in (*units_of(model), Gathered(model, read_again=True)):
-        found = list[_Part]()
+    for outer in (*units_of(model), Gathered(model, read_again=True)):
+        run = list[_FutureUnit]()
         # FSDP2 requires that inner modules come first.
-        for view, each in (*_of_further_views(part.module, views), (0, part)):
+        for view, each in (*_of_further_views(outer.module, views), (0, outer)):
             known = _materialize(each.module, names, device, load, trained)
             fully_shard(each.module, mesh=meshes[view], mp_policy=policy)
-            found.insert(0, _Part(view, each, *_share(each.module, known, groups[view].size())))
-        runs.append(found)
+            starts, size = _lay_out(each.module, known, groups[view].size())
+            run.insert(0, _FutureUnit(view, each, starts, size))
+        runs.append(run)
     unfilled = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     assert not unfilled, f"built without memory, and not filled: {unfilled}"
     stages = list[ShardedStage]()
-    for number in range(len(groups)):
-        own = [each for run in runs for each in run if each.view == number]
-        sizes = [each.size for each in own]
-        flat = torch.zeros(sum(sizes), dtype=gradients, device=device)
-        units = [_unit(p.part, p.starts, of, adds_up=adds_up) for p, of in zip(own, flat.split(sizes), strict=True)]
-        stages.append(ShardedStage(tuple(units), flat, zero))
-    _order(model, [[each.part.module for each in run] for run in runs])
+    for view in range(len(groups)):
+        future = [each for run in runs for each in run if each.view == view]
+        flat = torch.zeros(sum(each.size for each in future), dtype=gradients, device=device)
+        stages.append(ShardedStage(_units(future, flat, adds_up=adds_up), flat, zero))
+    _order(model, [[each.gathered.module for each in run] for run in runs])
     return tuple(stages)
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
+class _FutureUnit:
     """A future unit of a view, and where the gradient of each trained parameter begins in its `size` elements."""
 
     view: int
-    part: Gathered
+    gathered: Gathered
     starts: Mapping[str, int]
     size: int
 
@@ -251,38 +270,38 @@ def _of_further_views(module: nn.Module, views: Mapping[nn.Parameter, int]) -> I
     """Yield the largest modules inside a unit whose parameters are all of one further view, with its number. `views`:
     the view of each parameter that is in no other unit.
     """
-    own = {views[parameter] for parameter in module.parameters(recurse=False) if parameter in views}
-    assert not own - {0}, f"{type(module).__name__} has parameters of several views: build those of each apart"
+    direct = {views[parameter] for parameter in module.parameters(recurse=False) if parameter in views}
+    assert not direct - {0}, f"{type(module).__name__} has parameters of several views: build those of each apart"
     for child in module.children():
-        found = {views[parameter] for parameter in child.parameters() if parameter in views}
-        if len(found) == 1 and found != {0}:
-            yield found.pop(), Gathered(child)
-        elif found - {0}:
+        views_inside = {views[parameter] for parameter in child.parameters() if parameter in views}
+        if len(views_inside) == 1 and views_inside != {0}:
+            yield views_inside.pop(), Gathered(child)
+        elif views_inside - {0}:
             yield from _of_further_views(child, views)
 
 
 def _materialize(
-    part: nn.Module, names: Mapping[nn.Parameter, str], device: torch.device, load: Load, trained: Collection[str]
+    unit: nn.Module, names: Mapping[nn.Parameter, str], device: torch.device, load: Load, trained: Collection[str]
 ) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Load the parameters of a part that have no values. Returns the name of each in the module and the attributes that
-    Megatron gave it, by its name in the part.
+    """Load the parameters of a future unit that have no values. Returns the name of each in the module and the
+    attributes that Megatron gave it, by its name in the unit.
     """
-    found: dict[str, tuple[str, dict[str, Any]]] = {}
-    for path, empty in list(part.named_parameters()):
-        if empty not in names:  # of a unit inside
+    known: dict[str, tuple[str, dict[str, Any]]] = {}
+    for path, empty in list(unit.named_parameters()):
+        if empty not in names:  # It belongs to a unit inside this one.
             continue
         name, (owner, _, attribute) = names[empty], path.rpartition(".")
-        found[path] = name, dict(vars(empty))
+        known[path] = name, dict(vars(empty))
         if empty.is_meta:
             parameter = nn.Parameter(torch.empty(empty.shape, dtype=empty.dtype, device=device), name in trained)
             load(name, parameter)
-            setattr(part.get_submodule(owner), attribute, parameter)
-    return found
+            setattr(unit.get_submodule(owner), attribute, parameter)
+    return known
 
 
-def _share(module: Any, known: Mapping[str, tuple[str, dict[str, Any]]], ranks: int) -> tuple[dict[str, int], int]:
+def _lay_out(module: Any, known: Mapping[str, tuple[str, dict[str, Any]]], ranks: int) -> tuple[dict[str, int], int]:
     """Copy Megatron's attributes, which are `known`, to the sharded parameters of a unit. Returns where the gradient of
-    each begins in those of the unit, and the size of these.
+    each begins among the gradients of the unit, and their size.
     """
     paths = {id(parameter): path for path, parameter in module.named_parameters()}
     starts, end = dict[str, int](), 0
@@ -296,9 +315,18 @@ def _share(module: Any, known: Mapping[str, tuple[str, dict[str, Any]]], ranks: 
     return starts, end
 
 
-def _unit(part: Gathered, starts: Mapping[str, int], gradients: Tensor, *, adds_up: bool) -> Unit:
-    module = part.module
-    module.set_unshard_in_backward(part.in_backward)
+def _units(future: Sequence[_FutureUnit], gradients: Tensor, *, adds_up: bool) -> tuple[Unit, ...]:
+    """Return the units of a stage in a view, whose gradients are consecutive in `gradients`."""
+    segments = gradients.split([each.size for each in future])
+    return tuple(
+        _unit(each.gathered, each.starts, segment, adds_up=adds_up)
+        for each, segment in zip(future, segments, strict=True)
+    )
+
+
+def _unit(gathered: Gathered, starts: Mapping[str, int], gradients: Tensor, *, adds_up: bool) -> Unit:
+    module = gathered.module
+    module.set_unshard_in_backward(gathered.in_backward)
     if starts and adds_up:
         _accumulate_in(gradients.dtype, module)
     if starts:
@@ -306,16 +334,16 @@ def _unit(part: Gathered, starts: Mapping[str, int], gradients: Tensor, *, adds_
         module.set_force_sum_reduction_for_comms(True)
         module.set_all_reduce_hook(_adding_to(gradients))
         reduce_unused(module)
-    return Unit(module, gradients, starts, part.read_again)
+    return Unit(module, gradients, starts, gathered.read_again)
 
 
 def _accumulate_in(dtype: torch.dtype, module: Any) -> None:
-    """Add up several gradients of one backward pass (from chunks) in the dtype of accumulated gradients, as those of
-    micro-batches are.
+    """Add up several gradients of one backward pass (from chunks) in the `dtype` in which gradients of micro-batches
+    are accumulated.
     """
 
     def widen(sharded: Any, parameter: Tensor) -> None:
-        assert parameter.grad is not None, "called when there is one"
+        assert parameter.grad is not None, "the hook runs when there is one"
         if sharded.unsharded_accumulated_grad is None:
             sharded.unsharded_accumulated_grad = parameter.grad.to(dtype)
         else:
@@ -333,7 +361,7 @@ def _adding_to(gradients: Tensor) -> Callable[[Tensor], None]:
     def add(reduced: Tensor) -> None:
         assert len(reduced) == len(gradients), "some trained parameter of a unit got no gradient"
         if reduced.is_cuda:
-            # FSDP2 allocates it in another stream, and frees it without waiting for this one.
+            # FSDP2 allocates it in another stream, and frees it without a wait for this one.
             reduced.record_stream(torch.cuda.current_stream())
         gradients.add_(reduced)
 
@@ -345,16 +373,16 @@ def _drop(parameter: Tensor) -> None:
 
 
 def _order(model: nn.Module, runs: Sequence[Sequence[Any]]) -> None:
-    """Prefetch the weights of a unit, and of those inside it, while the unit before it computes (in the backward pass
+    """Prefetch the weights of a unit, and of units inside it, while the unit before it computes (in the backward pass
     the one after it). FSDP2 forgets its own order at the end of each backward pass, while other micro-batches are in
-    flight. `runs`: each unit and those inside.
+    flight. `runs`: each unit, followed by the units inside it.
     """
     for earlier, later in pairwise(runs):
         later[0].set_modules_to_backward_prefetch([*earlier])
     for earlier, later in pairwise(runs[:-1]):  # The rest of a stage is gathered before all others.
         earlier[0].set_modules_to_forward_prefetch([*later])
     for first, *_ in runs[:1]:
-        first.set_modules_to_backward_prefetch([first])  # Nothing, in place of FSDP2's own order.
+        first.set_modules_to_backward_prefetch([first])  # Prefetch nothing, instead of FSDP2's order.
     for inside in (each for _, *others in runs for each in others):
         inside.set_modules_to_backward_prefetch([inside])
         inside.set_modules_to_forward_prefetch([inside])

@@ -1,5 +1,5 @@
 """AdamW and SGD in one pass over all that an optimizer stores, which a compiler fuses: each number is read once and
-written once, in its format. `optimizer` has the same updates in steps, for platforms without a compiler.
+written once, in its format. `optimizer` computes the same updates step by step, for platforms without a compiler.
 
     weights  beside         are
     fp32     -              their own masters
@@ -7,12 +7,12 @@ written once, in its format. `optimizer` has the same updates in steps, for plat
     int16    int16          bits of bfloat16, and the lower halves of the masters
     int16    -              bits of bfloat16, rounded stochastically
 
-bfloat16 is passed as its bits, so that all but arithmetic in fp32 is done with integers. Masters are computed by the
-same operations in every format, each product being added to once: a compiler that contracts them contracts all alike,
-and split masters equal those in fp32, bit for bit.
+bfloat16 is passed as its bits, so that all but arithmetic in fp32 uses integers. The same operations compute masters in
+every format, and each product is an operand of one addition: a compiler that contracts them does so in every format,
+and split masters equal masters in fp32, bit for bit.
 
-States and gradients are updated in place. Batches of those in host memory, or in very many places, are copied first:
-6 bytes an element for split masters and moments in bfloat16.
+States and gradients are updated in place. If they are in host memory, or in more than `PLACES` tensors, batches are
+copied first: 6 bytes an element for split masters and moments in bfloat16.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, groupby
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -31,15 +31,19 @@ from megatron_hetero.step.number_formats import HALF, Noise, Plain, halves, hash
 from megatron_hetero.step.optimizer_state import OptimizerState
 
 SEGMENTS = 64
-"""The most segments of a call with rates of their own."""
-_SHARED, _OWN, _ALIGNMENT = 8, 3, 4
+"""The maximum number of segments, each with its own rates, in a call."""
+_SHARED, _RATES, _ALIGNMENT = 8, 3, 4
 _LOW = 0xFFFF
 
 
 @dataclass(frozen=True)
 class SegmentRates:
-    """Rates of neighbouring elements: `rate`, the learning rate over the bias correction of the first moment; `root`,
-    the inverse root of the correction of the second; `decay`, a factor of the weights.
+    """Rates of neighbouring elements.
+
+    Attributes:
+        rate: the learning rate over the bias correction of the first moment.
+        root: the inverse root of the bias correction of the second moment.
+        decay: a factor of the weights.
     """
 
     rate: float
@@ -49,7 +53,16 @@ class SegmentRates:
 
 @dataclass(frozen=True)
 class CallRates:
-    """Rates of a call. `scale`: factor of the gradients; `first`, `second`: one minus the betas."""
+    """Rates of a call.
+
+    Attributes:
+        scale: factor of the gradients.
+        first: one minus the first beta.
+        second: one minus the second beta.
+        eps: added to the root of the second moment.
+        noise: random bits for rounding.
+        segments: rates of each segment.
+    """
 
     scale: float
     first: float
@@ -59,13 +72,14 @@ class CallRates:
     segments: tuple[SegmentRates, ...]
 
     def numbers(self) -> list[float]:
-        """The `numbers` of `update_`, padded to a multiple of 16 bytes; integers are those that fp32 represents."""
+        """Return the `numbers` of `update_`, padded to a multiple of 16 bytes; fp32 represents all integers exactly."""
         place = divmod(self.noise.start % (1 << 32), 1 << 16)
         shared = [self.scale, self.first, self.second, self.eps, *map(float, (*self.noise.keys, *place))]
-        own = [list(each) for each in zip(*((s.rate, s.root, s.decay) for s in self.segments), strict=True)]
         width = SEGMENTS if len(self.segments) > 1 else 1
-        found = shared + [number for row in own for number in row + row[-1:] * (width - len(row))]
-        return found + [0.0] * (-len(found) % _ALIGNMENT)
+        numbers = list(shared)
+        for row in zip(*((s.rate, s.root, s.decay) for s in self.segments), strict=True):
+            numbers += [*row, *row[-1:] * (width - len(row))]
+        return numbers + [0.0] * (-len(numbers) % _ALIGNMENT)
 
 
 @torch.no_grad()
@@ -77,19 +91,19 @@ def update_(
     numbers: Tensor,
     ends: Tensor | None,
 ) -> None:
-    """Update `weights`, what is stored `beside` them, and `moments`, fp32 or bits of bfloat16, in place: all [n].
+    """Update `weights`, the tensor `beside` them, and `moments`, fp32 or bits of bfloat16, in place: all [n].
 
     Args:
-        weights: see above.
-        beside: see above.
-        gradients: of any floating type.
-        moments: of AdamW; without them the update is that of SGD.
-        numbers: those of `CallRates`, fp32.
-        ends: see `ends_on`.
+        weights: see the table above.
+        beside: see the table above.
+        gradients: gradients of any floating type.
+        moments: moments of AdamW; without them the update is SGD's.
+        numbers: result of `CallRates.numbers`, fp32.
+        ends: result of `ends_on`.
     """
     scale, first, second, eps, *keys = numbers[:_SHARED].unbind()
     place = torch.arange(len(weights), dtype=torch.int32, device=weights.device)
-    rate, root, decay = _own(numbers, place, ends)
+    rate, root, decay = _segment_rates(numbers, place, ends)
     key, other, high, low = (each.int() for each in keys)
     noise = place + (high << 16) + low
     master, grads = _masters(weights, beside), gradients.float() * scale
@@ -100,30 +114,31 @@ def update_(
         mean = mean + first * (grads - mean)
         square = square + second * (grads * grads - square)
         master = master * decay - rate * mean / (square.sqrt() * root + eps)
-        for moment, found, random in zip(moments, (mean, square), halves(hashed(noise, key, other)), strict=True):
-            moment.copy_(found if moment.dtype == torch.float32 else _upper(limited(found) + random))
+        for moment, updated, random in zip(moments, (mean, square), halves(hashed(noise, key, other)), strict=True):
+            moment.copy_(updated if moment.dtype == torch.float32 else _upper(limited(updated) + random))
     _store(master, weights, beside, halves(hashed(noise, key, other, 1))[0])
 
 
-def _own(numbers: Tensor, place: Tensor, ends: Tensor | None) -> tuple[Tensor, ...]:
-    """The rates of the segment of each element."""
+def _segment_rates(numbers: Tensor, place: Tensor, ends: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the rates of the segment of each element."""
     if ends is None:
-        return numbers[_SHARED : _SHARED + _OWN].unbind()
+        return numbers[_SHARED : _SHARED + _RATES].unbind()
     # The number of segments that end at or before the place: a binary search, without a data-dependent loop.
     segment, width = torch.zeros_like(place), SEGMENTS
     while width > 1:
         width //= 2
         segment = segment + width * (ends[segment + (width - 1)] <= place).int()
-    return tuple(numbers[_SHARED + SEGMENTS * i : _SHARED + SEGMENTS * (i + 1)][segment] for i in range(_OWN))
+    return tuple(numbers[_SHARED + SEGMENTS * i : _SHARED + SEGMENTS * (i + 1)][segment] for i in range(_RATES))
 
 
 def _masters(weights: Tensor, beside: Tensor | None) -> Tensor:
-    """Fp32 masters."""
+    """Return fp32 masters."""
     if beside is None:
         return _widened(weights)
     if beside.dtype == torch.float32:
         return beside
-    upper = weights.int() + (beside.int() >> 15)  # Rounded up where the first bit is 1: then -1.
+    # Subtract 1 where the first bit of `beside` is 1: the weight was rounded up.
+    upper = weights.int() + (beside.int() >> 15)
     return ((upper << 16) | (beside.int() & _LOW)).view(torch.float32)
 
 
@@ -143,13 +158,13 @@ def _widened(numbers: Tensor) -> Tensor:
 
 
 def _upper(bits: Tensor) -> Tensor:
-    """The upper halves of int32 bits, int16."""
+    """Return the upper halves of int32 bits, int16."""
     return (bits >> 16).short()
 
 
 PLACES = 64
-"""The most tensors that weights and gradients may be in to be updated in place."""
-_MOST = 1 << 30
+"""The maximum number of tensors that weights or gradients may be in if they are updated in place."""
+_MAX_ELEMENTS = 1 << 30
 """Elements of a call, which indexes them by 32 bits."""
 
 
@@ -163,29 +178,35 @@ class Batch:
     lengths: tuple[int, ...]
 
     def segments(self, rates: Mapping[str, SegmentRates]) -> tuple[tuple[SegmentRates, ...], tuple[int, ...]]:
-        """Merge neighbours with equal `rates`, which are by parameter: the rates of each segment, and its end."""
-        found = [(rates[name], end) for name, end in zip(self.names, accumulate(self.lengths), strict=True)]
-        groups = [(rate, [end for _, end in of][-1]) for rate, of in groupby(found, key=lambda each: each[0])]
-        return tuple(rate for rate, _ in groups), tuple(end for _, end in groups)
+        """Merge neighbours with equal `rates`, given by parameter. Returns the rates of each segment, and its end."""
+        segments, ends = list[SegmentRates](), list[int]()
+        for name, end in zip(self.names, accumulate(self.lengths), strict=True):
+            if segments and segments[-1] == rates[name]:
+                ends[-1] = end
+            else:
+                segments.append(rates[name])
+                ends.append(end)
+        return tuple(segments), tuple(ends)
 
 
 def is_fused(state: OptimizerState) -> bool:
-    """Whether there is a fused update for the formats of a state."""
+    """Return whether there is a fused update for the formats of a state."""
     return all(isinstance(moment, Plain) for moment in state.moments.values())
 
 
-def batches_of(state: OptimizerState, tied: str | None, most: int, *, streamed: bool) -> Iterator[Batch]:
+def batches_of(state: OptimizerState, tied: str | None, limit: int, *, streamed: bool) -> Iterator[Batch]:
     """Cut a state into batches. The `tied` parameter is alone: on other stages it has other neighbours.
 
-    `most`: elements of a batch of which everything is copied. `streamed`: whether the states are in host memory.
+    `limit`: maximum elements of a batch of which everything is copied. `streamed`: whether the states are in host
+    memory.
     """
-    several = state.master.weights, state.gradients
-    copied = [each for each in several if streamed or len(each.tensors) > PLACES]
-    cuts = {0, *(end for each in several if each not in copied for end in each.ends)}
-    longest = _MOST
+    both = state.master.weights, state.gradients
+    copied = [each for each in both if streamed or len(each.tensors) > PLACES]
+    cuts = {0, *(end for each in both if each not in copied for end in each.ends)}
+    longest = _MAX_ELEMENTS
     if copied:
-        # As many bytes, if only some of it is copied.
-        longest = most * sum(each.dtype.itemsize for each in several) // sum(each.dtype.itemsize for each in copied)
+        # The same number of bytes, if only weights or gradients are copied.
+        longest = limit * sum(each.dtype.itemsize for each in both) // sum(each.dtype.itemsize for each in copied)
     names, lengths, start, end = list[str](), list[int](), 0, 0
     for name, shard in state.shards.items():
         stop = shard.at + shard.stop - shard.start
@@ -213,17 +234,17 @@ def tensors_of(
     beside = state.master.beside
     stored = [] if beside is None else [beside[start:stop]]
     stored += [moment.values[start:stop] for moment in state.moments.values() if moment.values is not None]
-    found = [tensor.to(weights.device, non_blocking=True) for tensor in stored]
-    moments = [_bits(tensor) for tensor in (found if beside is None else found[1:])]
+    on_gpu = [tensor.to(weights.device, non_blocking=True) for tensor in stored]
+    moments = [_bits(tensor) for tensor in (on_gpu if beside is None else on_gpu[1:])]
     yield (
         _bits(weights),
-        None if beside is None else found[0],
+        None if beside is None else on_gpu[0],
         gradients,
         (moments[0], moments[1]) if moments else None,
     )
     if len(state.master.weights.views(start, stop)) > 1:
         state.master.weights.write(start, weights)
-    for target, values in zip(stored, found, strict=True):
+    for target, values in zip(stored, on_gpu, strict=True):
         if target.device != values.device:
             target.copy_(values, non_blocking=True)
 
@@ -233,7 +254,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def numbers_of(calls: Sequence[CallRates], device: torch.device) -> Sequence[Tensor]:
-    """The `numbers` of each call of `update_`, in one transfer to the device."""
+    """Return the `numbers` of each call of `update_`, after one transfer to the device."""
     rows = [call.numbers() for call in calls]
     flat = on_device(torch.tensor([number for row in rows for number in row]), device)
     return flat.split([len(row) for row in rows])
@@ -241,7 +262,7 @@ def numbers_of(calls: Sequence[CallRates], device: torch.device) -> Sequence[Ten
 
 @lru_cache(maxsize=1024)
 def ends_on(device: torch.device, ends: tuple[int, ...]) -> Tensor | None:
-    """The `ends` of segments for `update_`, int32 [64]; None for a single segment."""
+    """Return the `ends` of segments for `update_`, int32 [64]; None for a single segment."""
     if len(ends) == 1:
         return None
     padded = [*ends[:-1], *[torch.iinfo(torch.int32).max] * (SEGMENTS + 1 - len(ends))]

@@ -2,17 +2,17 @@
 
 Every rank has back-propagated the *sum* of its own tokens' losses. For each module:
 
-  1. everything is summed over the module's data- and context-parallel ranks (with a sharded optimizer each rank uses
+  1. gradients are summed over the module's data- and context-parallel ranks (with a sharded optimizer each rank uses
      its own share of the sums), unless a wrapper of the user has done it; a wrapper's mean is turned into a sum;
-  2. slices of parameters that several tp ranks hold, and whose gradients are parts (parameters used on sequence-sharded
-     activations; norms of heads; replicated key/value heads), are summed over `tp`; so are the unused sums of other
-     shares in them;
+  2. slices of parameters that several tp ranks hold, and whose gradients are partial (parameters used on
+     sequence-sharded activations; norms of heads; replicated key/value heads), are summed over `tp`;
   3. an embedding of which the last pipeline stage has a copy, for the tied head, is summed over the two. This comes
      last, so that both copies have the same bits whatever the order of additions in 1;
   4. squares are added up over all modules and ranks, each element of each parameter counted once;
   5. all gradients are scaled by 1/N and by the clipping factor, the same on every rank, when the update reads them.
 
-1 may begin while there is still something to compute (`start_sums`, `TrainedModule.expect`).
+1 may begin while there is still something to compute (`ModuleGradients.start`, `TrainedModule.expect`). How far a step
+is, and which call may come next, is in `gradient_state`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_hetero.base.errors import NotFiniteError, UserError
 from megatron_hetero.groups.collective import all_or_none, meet, on_every, require_equal
@@ -34,8 +35,9 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import watched
 from megatron_hetero.hf.weight_map import Held, TensorSlice
 from megatron_hetero.schedule.contract import StepResult
+from megatron_hetero.step.gradient_state import Phase
 from megatron_hetero.step.library_modules import Chunks, trained_modules, unreduced
-from megatron_hetero.step.module import DataParallel, TrainedModule
+from megatron_hetero.step.module import TrainedModule
 
 
 @dataclass(frozen=True)
@@ -75,49 +77,46 @@ class GradientTable:
 
     def read(self) -> GradientSummary:
         """Wait for the device."""
-        table = self.rows.cpu()
-        loss, counts = table[:, 0], table[:, 1]
-        trained, finite, squares = self._columns(table)
-        faults: list[tuple[str, int | None]] = [("loss", rank) for rank, own in enumerate(loss) if not own.isfinite()]
+        rows = self.rows.cpu()
+        losses, counts = rows[:, 0], rows[:, 1]
+        trained, finite, squares = self._columns(rows)
+        faults: list[tuple[str, int | None]] = [
+            ("loss", rank) for rank, loss in enumerate(losses) if not loss.isfinite()
+        ]
+        norms = dict[str, float]()
         for i, name in enumerate(self.names):
-            ranks = [rank for rank in range(len(table)) if trained[rank, i] and not finite[rank, i]]
-            faults += [(name, rank) for rank in ranks or [None] if ranks or not squares[:, i].sum().isfinite()]
-        norms = {
-            name: math.sqrt(max(0.0, squares[:, i].sum().item()))
-            for i, name in enumerate(self.names)
-            if trained[:, i].any()
-        }
-        return GradientSummary(float((loss * counts).sum()), {} if faults else norms, tuple(faults))
+            squared_norm = squares[:, i].sum()
+            ranks = [rank for rank in range(len(rows)) if trained[rank, i] and not finite[rank, i]]
+            if ranks:
+                faults += [(name, rank) for rank in ranks]
+            elif not squared_norm.isfinite():
+                faults.append((name, None))
+            elif trained[:, i].any():
+                norms[name] = math.sqrt(max(0.0, squared_norm.item()))
+        return GradientSummary(float((losses * counts).sum()), {} if faults else norms, tuple(faults))
 
-    def _columns(self, table: Tensor) -> tuple[Tensor, ...]:
-        return table[:, 2:].view(len(table), len(self.names), 3).unbind(2)
+    def _columns(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return rows[:, 2:].view(len(rows), len(self.names), 3).unbind(2)
 
 
-def sum_gradients(modules: Iterable[TrainedModule], started: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+def sum_gradients(modules: Iterable[TrainedModule]) -> dict[str, Tensor]:
     """Steps 1 to 3, for the modules on this rank, in the order of the topology.
 
-    `started`: results of `start_sums`, by module. Returns the same for all modules that train.
+    Returns for each module that trains whether the gradients of this rank were finite before, in all views, fp64
+    scalar. Raises `UserError` for gradients that have been summed.
     """
-    trained, begun = [module for module in modules if module.trained], dict(started or {})
-    finite = begun | start_sums(module for module in trained if module.name not in begun)
+    trained = [module for module in modules if module.trained]
     for module in trained:
-        module.data_parallel.reduce()
-        _sum_parts_over_tp(module)
+        module.gradients.start()
+    finite = dict[str, Tensor]()
+    for module in trained:
+        in_view = module.gradients.finish()
+        finite[module.name] = finite[module.name] * in_view if module.name in finite else in_view
+        _sum_partial_over_tp(module)
     for module in trained:
         _sum_tied_over_stages(module)
-    return finite
-
-
-def start_sums(modules: Iterable[TrainedModule]) -> dict[str, Tensor]:
-    """Begin step 1 for modules whose gradients are complete, without waiting. Collective over the ranks that have the
-    same stages of a module.
-
-    Returns by module whether the gradients of this rank were finite before, in all views, fp64 scalar.
-    """
-    finite = dict[str, Tensor]()
-    for module in modules:
-        own = module.data_parallel.start_reducing()
-        finite[module.name] = finite[module.name] * own if module.name in finite else own
+    for module in trained:
+        module.gradients.advance(Phase.SUMMED)
     return finite
 
 
@@ -134,28 +133,32 @@ def add_up(
     Args:
         topology: topology of all modules.
         squares: names of modules, and `squares_of` this rank's trained parameters of them in each view.
-        finite: what `sum_gradients` returned; None to take gradients for finite.
+        finite: the result of `sum_gradients`; None to take gradients for finite.
         loss_sum: the fp32 sum of this rank's token losses, if the step has a loss.
         loss_counts_here: whether the loss of the step includes that sum.
     """
-    sums = dict[str, Tensor]()
-    for name, own in squares:
-        sums[name] = sums[name] + own if name in sums else own
-    ones = {name: torch.ones_like(own) for name, own in sums.items()}
-    columns = {name: torch.stack([ones[name], (finite or ones)[name], own]) for name, own in sums.items()}
-    absent, names = torch.zeros(3, dtype=torch.float64, device=topology.platform.device), tuple(topology.layouts)
-    loss = absent[0] if loss_sum is None else loss_sum.double()
-    loss = torch.stack([loss, torch.full_like(loss, float(loss_counts_here))])
-    mine = torch.cat([loss, *(columns.get(name, absent) for name in names)])
-    table = mine.new_empty(topology.world_size * len(mine))
-    dist.all_gather_into_tensor(table, mine, group=topology.world)
-    return GradientTable(table.view(topology.world_size, -1), names)
+    squares_by_module = dict[str, Tensor]()
+    for name, in_view in squares:
+        squares_by_module[name] = squares_by_module[name] + in_view if name in squares_by_module else in_view
+    no_loss = torch.zeros((), dtype=torch.float64, device=topology.platform.device)
+    loss = no_loss if loss_sum is None else loss_sum.double()
+    row = [torch.stack([loss, torch.full_like(loss, float(loss_counts_here))])]
+    for name in topology.layouts:
+        if name in squares_by_module:
+            trains = torch.ones_like(squares_by_module[name])
+            row.append(torch.stack([trains, trains if finite is None else finite[name], squares_by_module[name]]))
+        else:
+            row.append(no_loss.new_zeros(3))
+    local = torch.cat(row)
+    table = local.new_empty(topology.world_size * len(local))
+    dist.all_gather_into_tensor(table, local, group=topology.world)
+    return GradientTable(table.view(topology.world_size, -1), tuple(topology.layouts))
 
 
 @torch.no_grad()
 def scale_gradients(modules: Iterable[TrainedModule], factor: float | Tensor) -> None:
-    """Step 5 for all sums: those of a rank's own share with a sharded optimizer on a GPU."""
-    summed = [gradients for module in modules for gradients in module.data_parallel.summed]
+    """Step 5 for all sums that this rank has: with a sharded optimizer on a GPU only the sums of its share."""
+    summed = [gradients for module in modules for gradients in module.gradients.summed]
     if summed:
         torch._foreach_mul_(summed, factor)
 
@@ -164,24 +167,30 @@ def require_finite(
     where: str, faults: Sequence[tuple[str, int | None]], fix: str, parameter: Callable[[str], str] = lambda _: ""
 ) -> None:
     """Raise `NotFiniteError` if there are faults. `parameter`: gives the parameter of a module, if it is known."""
-    if faults:
-        (what, rank), others = faults[0], f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        kind = "loss" if what == "loss" else f"gradient of module {what}{parameter(what)}"
-        on = "in the sum over ranks" if rank is None else f"on rank {rank}"
-        raise NotFiniteError(
-            f"{where}: found a {kind} that is NaN or infinite {on}{others}, expected finite numbers; the weights have "
-            f"not been updated. {fix}"
-        )
+    if not faults:
+        return
+    what, rank = faults[0]
+    others = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    kind = "loss" if what == "loss" else f"gradient of module {what}{parameter(what)}"
+    on = "in the sum over ranks" if rank is None else f"on rank {rank}"
+    raise NotFiniteError(
+        f"{where}: found a {kind} that is NaN or infinite {on}{others}, expected finite numbers; the weights have "
+        f"not been updated. {fix}"
+    )
 
 
 def require_finite_sums(topology: Topology, modules: Sequence[TrainedModule], table: GradientTable) -> None:
     """Wait for the sums of gradients, and check that they are finite. Raises `NotFiniteError` on all ranks."""
 
-    def parameter(of: str) -> str:
-        mark(modules)  # As sums, which must not be summed again.
-        own = ((name, module.gradient(name)) for module in modules if module.name == of for name in module.trained)
-        first = next((f", parameter {name}," for name, gradient in own if not gradient.isfinite().all()), "")
-        return max(on_every(topology.host, lambda: first))
+    def first_fault(faulty: str) -> str:
+        for module in modules:
+            for name in module.trained if module.name == faulty else ():
+                if not module.gradient(name).isfinite().all():
+                    return f", parameter {name},"
+        return ""
+
+    def parameter(faulty: str) -> str:
+        return max(on_every(topology.host, lambda: first_fault(faulty)))
 
     fix = (
         "Call `zero_grad()` to skip this step, lower the learning rate, or look for broken samples; with "
@@ -191,7 +200,7 @@ def require_finite_sums(topology: Topology, modules: Sequence[TrainedModule], ta
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """The factor that brings gradients of `norm` to a norm of at most `limit`; 0 means no limit."""
+    """Return the factor that brings gradients of `norm` to a norm of at most `limit`; 0 means no limit."""
     return 1.0 if limit <= 0 or norm <= limit else limit / (norm + 1e-6)
 
 
@@ -200,86 +209,103 @@ def clip_factor(norm: float, limit: float) -> float:
 # ---------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def _sum_parts_over_tp(module: TrainedModule) -> None:
-    """Sum all slices whose gradients are parts in one all-reduce over `tp`. A slice that a rank holds twice is added up
-    as well.
+Rectangle = tuple[Any, ...]
+"""A stored tensor, and the rows and columns of a slice in it."""
+
+
+@dataclass(frozen=True)
+class _PartialSlices:
+    """The slices of a module whose gradients are partial over `tp`, in one buffer.
+
+    `local`: names of parameters, and their slices, on this rank. `starts`: where each rectangle of any rank begins in
+    the buffer. `size`: elements of the buffer.
     """
-    own, slots, size = _parts(module)
-    if not slots:
+
+    local: Sequence[tuple[str, TensorSlice]]
+    starts: Mapping[Rectangle, int]
+    size: int
+
+    @classmethod
+    def of(cls, module: TrainedModule) -> _PartialSlices:
+        """Find the slices on all ranks of the group `holders`, in one order."""
+        local, starts, size = list[tuple[str, TensorSlice]](), dict[Rectangle, int](), 0
+        for name, parameter in module.trained.items():
+            for rank, (weight_map, held) in enumerate(zip(module.maps, module.held, strict=True)):
+                for tensor_slice in _partial_slices(weight_map[name], held[name], name in module.over_tp):
+                    if rank == module.holders.rank():
+                        local.append((name, tensor_slice))
+                    if tensor_slice.rectangle not in starts:
+                        starts[tensor_slice.rectangle] = size
+                        size += _elements(parameter, tensor_slice)  # The same on all ranks.
+        return cls(local, starts, size)
+
+
+@torch.no_grad()
+def _sum_partial_over_tp(module: TrainedModule) -> None:
+    """Sum all slices whose gradients are partial in one all-reduce over `tp`. A slice that a rank holds twice is added
+    up as well.
+    """
+    if module.holders.size() == 1:
         return
-    wide = any(parameter.dtype == torch.float64 for parameter in module.trained.values())
-    dtype, device = torch.float64 if wide else torch.float32, module.topology.platform.device
-    buffer = torch.zeros(size, dtype=dtype, device=device)
+    partial = _PartialSlices.of(module)
+    if not partial.starts:
+        return
+    is_wide = any(parameter.dtype == torch.float64 for parameter in module.trained.values())
+    dtype, device = torch.float64 if is_wide else torch.float32, module.topology.platform.device
+    buffer = torch.zeros(partial.size, dtype=dtype, device=device)
+    _zero_unsummed(module, {name for name, _ in partial.local})
     gradients, views = list[Tensor](), list[Tensor]()
-    rounds = dict[int, list[int]]()
-    times = Counter[Any]()
-    _zero_unsummed(module.data_parallel, {name for name, _ in own})
-    for name, tensor_slice in own:
+    rounds, times = dict[int, list[int]](), Counter[Rectangle]()
+    for number, (name, tensor_slice) in enumerate(partial.local):
+        rectangle = tensor_slice.rectangle
         gradient, before = _accumulated_rows(module, name, tensor_slice)
-        # One kernel must not add to the same memory twice.
-        rounds.setdefault(times[tensor_slice.rectangle], []).append(len(views))
-        times[tensor_slice.rectangle] += 1
+        start = partial.starts[rectangle] + before
         gradients.append(gradient)
-        views.append(buffer.narrow(0, slots[tensor_slice.rectangle] + before, gradient.numel()).view_as(gradient))
-    for places in rounds.values():
-        torch._foreach_add_([views[place] for place in places], [gradients[place] for place in places])
-    if module.data_parallel.sums_shares:
+        views.append(buffer[start : start + gradient.numel()].view_as(gradient))
+        # One kernel must not add to the same memory twice.
+        rounds.setdefault(times[rectangle], []).append(number)
+        times[rectangle] += 1
+    for numbers in rounds.values():
+        torch._foreach_add_([views[n] for n in numbers], [gradients[n] for n in numbers])
+    if module.gradients.sums_shares:
         # Ranks of a tp group may have the sums of other rows of a slice, if it is elsewhere in their parameters.
         dist.all_reduce(buffer, group=module.replicas)
     dist.all_reduce(buffer, group=module.holders)
-    means = {name for name, over_tp in module.over_tp.items() if over_tp == "mean"}
-    if divided := [view for (name, _), view in zip(own, views, strict=True) if name in means]:
-        torch._foreach_div_(divided, module.holders.size())
+    means = [
+        view
+        for (name, _), view in zip(partial.local, views, strict=True)
+        if name in module.over_tp and module.over_tp[name] == "mean"
+    ]
+    if means:
+        torch._foreach_div_(means, module.holders.size())
     if gradients:
         torch._foreach_copy_(gradients, views)
 
 
-def _zero_unsummed(sharing: DataParallel, names: Collection[str]) -> None:
-    """Zero what this rank accumulates of gradients and other ranks sum."""
-    if not sharing.sums_shares:
+def _zero_unsummed(module: TrainedModule, names: Collection[str]) -> None:
+    """Zero the elements of gradients that this rank has accumulated and other ranks have summed."""
+    if not module.gradients.sums_shares:
         return
-    parts = list[Tensor]()
+    unsummed = list[Tensor]()
     for name in names:
-        values, (begin, _) = sharing.accumulated(name)
-        start, stop = sharing.owned[name]
-        parts += [part for part in (values[: start - begin], values[stop - begin :]) if part.numel()]
-    if parts:
-        torch._foreach_zero_(parts)
+        values, (begin, _) = module.gradients.accumulated(name)
+        start, stop = module.weights.owned[name]
+        unsummed += [values[: start - begin], values[stop - begin :]]
+    if unsummed := [values for values in unsummed if values.numel()]:
+        torch._foreach_zero_(unsummed)
 
 
 def _accumulated_rows(module: TrainedModule, name: str, tensor_slice: TensorSlice) -> tuple[Tensor, int]:
     """The rows of a slice whose gradient is on this rank, and the number of elements of the slice before them."""
-    values, (begin, _) = module.data_parallel.accumulated(name)
-    row = module.parameters[name].shape[1:]
-    rows = values.view(-1, *row)
-    first = begin // row.numel()
+    values, (begin, _) = module.gradients.accumulated(name)
+    row_shape = module.parameters[name].shape[1:]
+    rows = values.view(-1, *row_shape)
+    first = begin // row_shape.numel()
     end = tensor_slice.at + tensor_slice.rows[1] - tensor_slice.rows[0]
     start = min(max(tensor_slice.at, first), end)
     stop = max(start, min(end, first + len(rows)))
-    found = rows[(slice(start - first, stop - first), *tensor_slice.place[1:])]
-    return found, (start - tensor_slice.at) * found.shape[1:].numel()
-
-
-def _parts(module: TrainedModule) -> tuple[list[tuple[str, TensorSlice]], dict[tuple[Any, ...], int], int]:
-    """This rank's (parameter, slice) whose gradients are parts, where the slice of any rank begins in a buffer, and the
-    size of that.
-    """
-    own: list[tuple[str, TensorSlice]] = []
-    slots: dict[tuple[Any, ...], int] = {}
-    end = 0
-    if module.holders.size() == 1:
-        return own, slots, end
-    for name, parameter in module.trained.items():
-        on_shards = name in module.over_tp
-        for rank, (of_rank, how) in enumerate(zip(module.maps, module.held, strict=True)):
-            slices = _partial_slices(of_rank[name], how[name], on_shards)
-            own += [(name, tensor_slice) for tensor_slice in slices if rank == module.holders.rank()]
-            for tensor_slice in slices:
-                if tensor_slice.rectangle not in slots:
-                    slots[tensor_slice.rectangle] = end
-                    end += _elements(parameter, tensor_slice)  # slices of a rectangle are alike on all ranks
-    return own, slots, end
+    accumulated = rows[(slice(start - first, stop - first), *tensor_slice.place[1:])]
+    return accumulated, (start - tensor_slice.at) * accumulated.shape[1:].numel()
 
 
 def _elements(parameter: Tensor, tensor_slice: TensorSlice) -> int:
@@ -287,10 +313,11 @@ def _elements(parameter: Tensor, tensor_slice: TensorSlice) -> int:
     return (rows[1] - rows[0]) * (columns[1] - columns[0] if columns else parameter.shape[1:].numel())
 
 
-def _partial_slices(slices: Sequence[TensorSlice], how: Held, on_shards: bool) -> list[TensorSlice]:
-    if not how.sharded:
-        return list(slices) if on_shards else []
-    return [tensor_slice for tensor_slice, copies in zip(slices, how.copies, strict=True) if copies > 1]
+def _partial_slices(slices: Sequence[TensorSlice], held: Held, over_tp: bool) -> list[TensorSlice]:
+    """Return the slices of a parameter whose gradients are partial. `over_tp`: whether all are, if tp copies them."""
+    if not held.sharded:
+        return list(slices) if over_tp else []
+    return [tensor_slice for tensor_slice, copies in zip(slices, held.copies, strict=True) if copies > 1]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -301,9 +328,8 @@ def _partial_slices(slices: Sequence[TensorSlice], how: Held, on_shards: bool) -
 @torch.no_grad()
 def _sum_tied_over_stages(module: TrainedModule) -> None:
     if module.tied is not None and module.tied in module.trained:
-        # With a sharded optimizer both copies are cut alike, see `shared_embedding` where modules are built.
-        gradient = module.gradient(module.tied)
-        dist.all_reduce(gradient, group=module.ends)
+        # A sharded optimizer cuts both copies in the same way: `shared_embedding` gives them a bucket to themselves.
+        dist.all_reduce(module.gradient(module.tied), group=module.ends)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -313,46 +339,52 @@ def _sum_tied_over_stages(module: TrainedModule) -> None:
 
 @torch.no_grad()
 def squares_of(module: TrainedModule) -> Tensor:
-    """The sum of squares of this rank's share of the module's gradients, fp64 scalar. Those of all ranks add up."""
+    """Return the sum of squares of this rank's share of the module's gradients, fp64 scalar. The results of all ranks
+    add up to the squared norm.
+    """
     counted = [
-        (part, share / module.data_parallel.copies(name))
+        (values, share / module.weights.copies(name))
         for name in module.trained
         if name != module.tied_copy
-        for part, share in _counted_parts(module, name)
-        if part.numel()
+        for values, share in _counted_segments(module, name)
+        if values.numel()
     ]
     return sum_of_squares(counted, module.topology.platform.device)
 
 
 def sum_of_squares(counted: Sequence[tuple[Tensor, float]], device: torch.device) -> Tensor:
-    """The sum of all squares, each times the share of it that counts, fp64 scalar. Norms of tensors are in fp32, or in
-    fp64 if one of them is.
+    """Return the sum of all squares, each times the share of it that counts, fp64 scalar. Norms of tensors are in fp32,
+    or in fp64 if one of them is.
     """
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=device)
-    wide = any(part.dtype == torch.float64 for part, _ in counted)
-    # All norms at once: a model has hundreds of parameters.
-    norms = torch._foreach_norm([part for part, _ in counted], dtype=torch.float64 if wide else torch.float32)
+    is_wide = any(values.dtype == torch.float64 for values, _ in counted)
+    # All norms in few kernels: a model has hundreds of parameters.
+    norms = torch._foreach_norm([values for values, _ in counted], dtype=torch.float64 if is_wide else torch.float32)
     shares = torch.tensor([share for _, share in counted], dtype=torch.float64)
     return torch.dot(torch.stack(norms).double().square(), on_device(shares, device))
 
 
-def _counted_parts(module: TrainedModule, name: str) -> Iterator[tuple[Tensor, float]]:
-    """Yield flat parts of the gradient of a parameter that this rank updates, and the share of their squares that
-    counts, if several ranks hold them.
+def _counted_segments(module: TrainedModule, name: str) -> Iterator[tuple[Tensor, float]]:
+    """Yield flat segments of the gradient of a parameter that this rank updates, and the share of their squares that
+    counts, since several ranks hold them.
     """
-    whole, (begin, end), how = module.gradient(name), module.data_parallel.owned[name], module.own_held[name]
-    if not how.replicated_slices:
-        yield whole, 1 / how.copies[0]
+    gradient, (begin, end), held = module.gradient(name), module.weights.owned[name], module.local_held[name]
+    if not held.replicated_slices:
+        yield gradient, 1 / held.copies[0]
         return
-    yield whole, 1.0
+    yield gradient, 1.0
     width = module.parameters[name].shape[1:].numel()
-    for tensor_slice, copies in zip(module.own_map[name], how.copies, strict=True):
-        if copies > 1:
+    for tensor_slice, copies in zip(module.local_map[name], held.copies, strict=True):
+        if copies > 1:  # Subtract the squares that other ranks count, too.
             start = max(begin, tensor_slice.at * width)
             stop = min(end, (tensor_slice.at + tensor_slice.rows[1] - tensor_slice.rows[0]) * width)
-            yield whole[start - begin : max(start, stop) - begin], 1 / copies - 1
+            yield gradient[start - begin : max(start, stop) - begin], 1 / copies - 1
 
+
+# ---------------------------------------------------------------------------------------------------------
+# The calls of a training loop
+# ---------------------------------------------------------------------------------------------------------
 
 Tokens = int | float | Tensor
 
@@ -361,8 +393,8 @@ Tokens = int | float | Tensor
 def finish_gradients(
     topology: Topology, modules: Mapping[str, Chunks | None], tokens: Tokens, *, error_if_nonfinite: bool = True
 ) -> None:
-    """Turn each rank's gradients into those of the mean loss over the tokens of the step, in place. All ranks call it
-    once, after the last backward pass of the step and before any optimizer's.
+    """Turn each rank's gradients into gradients of the mean loss over the tokens of the step, in place. All ranks call
+    it once, after the last backward pass of the step and before the step of any optimizer.
 
     A parameter without a gradient on this rank counts as zeros; frozen ones are skipped. Gradients of Megatron's
     `DistributedDataParallel` are in `main_grad`, with its distributed optimizer each rank's own share only. The means
@@ -374,7 +406,7 @@ def finish_gradients(
 
     Args:
         topology: topology of all modules.
-        modules: this rank's part of each module, by name, with its wrapper. A list for virtual stages.
+        modules: this rank's shard of each module, by name, with its wrapper. A list for virtual stages.
         tokens: number of tokens of the whole step (or whatever losses were summed over), the same on all ranks: a
             number, or a tensor [] on the device; zero tokens in it make gradients zero. The host does not wait for the
             result of `count_tokens`.
@@ -388,12 +420,16 @@ def finish_gradients(
     """
 
     def check() -> tuple[TrainedModule, ...]:
-        own = trained_modules(topology, modules)
-        require_ready(own, finished=False)
-        return own
+        local_modules = trained_modules(topology, modules)
+        require_ready(local_modules, finished=False)
+        return local_modules
 
-    own = all_or_none(topology.host, check)
-    finish(own, factor_of(topology, tokens), topology if error_if_nonfinite else None)
+    local_modules = all_or_none(topology.host, check)
+    finish(local_modules, factor_of(topology, tokens), topology if error_if_nonfinite else None)
+
+
+_COUNTED = WeakIdKeyDictionary()
+"""Results of `count_tokens` that still exist, with their versions: they are the same on all ranks."""
 
 
 @watched
@@ -403,15 +439,15 @@ def count_tokens(topology: Topology, module: str, mine: int | Tensor) -> Tensor:
     Args:
         topology: topology of all modules.
         module: the module whose loss is summed over tokens.
-        mine: tokens in this rank's part of the losses. It counts on the first rank along `tp` of the last stage, and
-            is ignored elsewhere.
+        mine: tokens in this rank's losses. It counts on the first rank along `tp` of the last stage, and is ignored
+            elsewhere.
     """
     number = torch.as_tensor(mine)
     if number.dim() or number.is_floating_point():
         found = f"{number.dtype} of shape {tuple(number.shape)}"
         raise UserError.at("count_tokens", found=found, expected="one integer", fix="give the sum of this rank")
-    total: Any = _total(topology, "count_tokens", module, number.long())
-    total.counted_version = total._version
+    total = _total(topology, "count_tokens", module, number.long())
+    _COUNTED[total] = total._version
     return total
 
 
@@ -422,7 +458,7 @@ def total_loss(topology: Topology, module: str, mine: float | Tensor | StepResul
     Args:
         topology: topology of all modules.
         module: the module whose loss it is.
-        mine: what a `Runner` returned, or this rank's sum of that module's losses, or of another number. It counts on
+        mine: the result of a `Runner`, or this rank's sum of that module's losses, or of another number. It counts on
             the same ranks as in `count_tokens`.
     """
     if isinstance(mine, StepResult):
@@ -451,85 +487,52 @@ def _total(topology: Topology, function: str, module: str, mine: Tensor) -> Tens
 def finish(modules: Sequence[TrainedModule], factor: float | Tensor, finite_on: Topology | None = None) -> None:
     """Finish gradients with a `factor` for all of them. `finite_on`: where they must be finite, on all ranks."""
     finite = sum_gradients(modules)
+    trained = [module for module in modules if module.trained]
     if finite_on is not None:
-        squares = [(module.name, squares_of(module)) for module in modules if module.trained]
+        squares = [(module.name, squares_of(module)) for module in trained]
         require_finite_sums(finite_on, modules, add_up(finite_on, squares, finite))
     scale_gradients(modules, factor)
-    mark(modules)
-
-
-@torch.no_grad()
-def mark(modules: Iterable[TrainedModule], *, applied: bool = False) -> None:
-    """Mark gradients as finished, and as `applied` by an optimizer."""
-    for module in modules:
-        if (gradient := module.data_parallel.marked) is not None:
-            gradient.finished_version, gradient.is_applied = gradient._version, applied
+    for module in trained:
+        module.gradients.advance(Phase.SCALED)
 
 
 @torch.no_grad()
 def require_ready(modules: Iterable[TrainedModule], *, finished: bool) -> None:
     """Check that gradients belong to this step, and are `finished` or not. Raises `UserError`."""
     for module in modules:
-        gradient, problem, because, fix = _finished_gradient(module), "", "", ""
-        # Buffers live on, and may have been zeroed since.
-        changed = gradient is not None and gradient._version != gradient.finished_version
-        if gradient is not None and gradient.is_applied:
-            problem = "they are those of the step before, which has applied them"
-            because = "gradients of this step are added to them"
-            fix = "call `zero_grad()` of this optimizer after each step; zeros that others write are not seen"
-        elif finished and module.trained and gradient is None:
-            problem, because = "they are not finished", "each rank has those of its own tokens"
-            fix = "give `tokens`, or call `finish_gradients` before"
-        elif not finished and gradient is not None and not (changed and module.data_parallel.lives_on):
-            problem, because = "they are finished already", "they would be summed and divided again"
-            fix = (
-                "call `finish_gradients` and then `step(tokens=None)`, or `step(tokens=...)` alone, once after the "
-                "last backward pass of a step; set gradients to None before the next"
-            )
-        elif not finished and (wrapper := unreduced(module)):
-            problem = (
-                f"{wrapper} has not averaged them: its last pass was inside `no_sync()`, `no_grad()` or "
-                "`set_requires_gradient_sync(False)`"
-            )
-            because = "they are taken to be means over its ranks"
-            fix = "leave the last micro-batch of each step out of these, and evaluate after the step"
-        if problem:
-            raise UserError.at(f"gradients of `{module.name}`", problem=problem, because=because, fix=fix)
-
-
-@torch.no_grad()
-def forget_finished(modules: Iterable[TrainedModule]) -> None:
-    """Remove the mark of gradients that are zeroed."""
-    for module in modules:
-        if (gradient := _finished_gradient(module)) is not None:
-            del gradient.finished_version
-
-
-def _finished_gradient(module: TrainedModule) -> Any:
-    """The gradient with the mark `finished_version`; None if gradients are not finished."""
-    gradient = module.data_parallel.marked
-    return gradient if hasattr(gradient, "finished_version") else None
+        gradients = module.gradients
+        if finished and module.trained:
+            gradients.state.require_summed(gradients.first)
+        elif not finished:
+            gradients.state.require_local(gradients.first, persistent=gradients.persistent)
+            if wrapper := unreduced(module):
+                gradients.state.refuse_unreduced(wrapper)
 
 
 def factor_of(topology: Topology, tokens: Tokens | None) -> float | Tensor:
-    """The factor from sums over tokens to means; 1 for None. All ranks call it. The host waits for tensors other than
-    the result of `count_tokens`.
+    """Return the factor from sums over tokens to means; 1 for None. All ranks call it. The host waits for tensors other
+    than results of `count_tokens`.
 
     Raises:
         UserError: on all ranks. They have different numbers, or one that is not positive.
     """
-    counted = isinstance(tokens, Tensor) and getattr(tokens, "counted_version", None) == tokens._version
-    number = None if counted or tokens is None else float(tokens)
-    shown = "counted" if counted else "None" if number is None else f"{number:.17g}"
-    shown += " in a tensor" if number == 0 and isinstance(tokens, Tensor) else ""  # Refused unless it is in one.
+    is_tensor = isinstance(tokens, Tensor)
+    is_counted = is_tensor and _COUNTED.get(tokens) == tokens._version
+    number = None if is_counted or tokens is None else float(tokens)
+    if number is None:
+        shown = "counted" if is_counted else "None"
+    else:
+        shown = f"{number:.17g}"
+        if number == 0 and is_tensor:  # 0 is accepted in a tensor, and refused as a number.
+            shown += " in a tensor"
     fix = "give the tokens of the whole step, which `count_tokens` adds up"
     require_equal(topology.host, "gradients", {"tokens": shown}, fix)
-    if number is not None and not (0 < number < math.inf or (number == 0 and isinstance(tokens, Tensor))):
+    if number is not None and not (0 < number < math.inf or (number == 0 and is_tensor)):
         fix = "skip the step, or count the tokens of all ranks"
         expected = "those of the whole step, 1 or more"
         raise UserError.at("gradients: tokens", found=shown, expected=expected, fix=fix)
     if isinstance(tokens, Tensor):
         # Without tokens all gradients are zero, and remain so.
-        found = tokens.detach().to(topology.platform.device, torch.float32, non_blocking=True).reshape(())
-        return torch.where(found > 0, found.reciprocal(), torch.zeros_like(found))
+        count = tokens.detach().to(topology.platform.device, torch.float32, non_blocking=True).reshape(())
+        return torch.where(count > 0, count.reciprocal(), torch.zeros_like(count))
     return 1.0 if tokens is None else 1.0 / tokens

@@ -14,17 +14,15 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.collective import all_or_none
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import watched
+from megatron_hetero.step.gradient_state import Phase
 from megatron_hetero.step.gradients import (
     GradientTable,
     Tokens,
     add_up,
     factor_of,
     finish,
-    forget_finished,
-    mark,
     require_finite_sums,
     require_ready,
-    start_sums,
     sum_gradients,
 )
 from megatron_hetero.step.library_modules import dcp_key, described, require_unchanged
@@ -37,7 +35,7 @@ from megatron_hetero.step.wrapped import differ, is_sharded
 class JointOptimizer(Optimizer):
     """The optimizers of this rank's modules as one, built by `build_optimizers`. They are named by `TrainedModule.key`.
 
-    Learning-rate schedulers see an optimizer of PyTorch: `param_groups` are those of all its parts. `norms`: after a
+    Learning-rate schedulers see an optimizer of PyTorch: `param_groups` are the groups of all modules. `norms`: after a
     step, the gradient norm of each module of the topology, fp32 [modules] on the device, before clipping.
     """
 
@@ -47,19 +45,18 @@ class JointOptimizer(Optimizer):
         modules: Sequence[TrainedModule],
         optimizers: Mapping[str, ModuleOptimizer],
         clip_grad: float = 0.0,
-        defaults: Mapping[str, Any] | None = None,
         error_if_nonfinite: bool = True,
     ):
         # PyTorch's constructor refuses to have no parameters.
         self.topology, self.clip_grad, self.error_if_nonfinite = topology, clip_grad, error_if_nonfinite
         self.modules, self.optimizers = tuple(modules), dict(optimizers)
-        self.defaults, self._started = dict(defaults or {}), dict[str, Tensor]()
+        self.defaults = dict[str, Any]()
         self.norms = torch.zeros(len(topology.layouts), device=topology.platform.device)
         self._views = {name: tuple(views) for name, views in groupby(self.modules, lambda module: module.name)}
         self._built = {name: described(views[0]) for name, views in self._views.items()}
 
     @property
-    def parts(self) -> Mapping[str, Any]:
+    def by_module(self) -> Mapping[str, Any]:
         """The optimizer of each module of which something trains: ours, PyTorch's or Megatron's."""
         return {name: getattr(each, "optimizer", each) for name, each in self.optimizers.items()}
 
@@ -70,8 +67,8 @@ class JointOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The groups of all parts, in the order of the topology."""
-        return [group for part in self.parts.values() for group in part.param_groups]
+        """The groups of all modules, in the order of the topology."""
+        return [group for optimizer in self.by_module.values() for group in optimizer.param_groups]
 
     # ------------------------------------------------------------------------------------------ within a step
 
@@ -79,19 +76,20 @@ class JointOptimizer(Optimizer):
         """Note that the next backward pass of that pipeline stage is its last in the step: sums of gradients may begin
         within it.
         """
-        for each in self._overlapping(module):
-            each.expect(stage)
+        for view in self._overlapping(module):
+            view.expect(stage)
 
     def start_sums(self, module: str) -> None:
-        """Begin the sums of a module's gradients behind its last backward pass of the step, on all its ranks. Nothing
+        """Begin the sums of a module's gradients after its last backward pass of the step, on all its ranks. Nothing
         waits for them before `reduce` or `step`.
         """
-        self._started |= start_sums(self._overlapping(module))
+        for view in self._overlapping(module):
+            view.gradients.start()
 
     def require_unsummed(self) -> None:
         """Check that further backward passes may add to the gradients of the step. Raises `UserError`."""
         for module in self.modules:
-            module.data_parallel.require_unsummed()
+            module.gradients.require_unsummed()
 
     def require_unchanged(self) -> None:
         """Check that modules have, and train, the parameters for which this was built. Raises `UserError`."""
@@ -112,18 +110,18 @@ class JointOptimizer(Optimizer):
 
     def _overlapping(self, name: str) -> list[TrainedModule]:
         """The views of a module whose gradients are not summed in each backward pass."""
-        return [
-            each for each in self.modules if each.name == name and each.trained and not each.data_parallel.reduces_early
-        ]
+        views = (module for module in self.modules if module.name == name and module.trained)
+        return [view for view in views if not view.gradients.reduces_early]
 
     # -------------------------------------------------------------------------------------- the end of a step
 
     @torch.no_grad()
     def reduce(self, loss_sum: Tensor | None = None, *, loss_counts_here: bool = False) -> GradientTable:
-        """Sum the gradients over ranks (steps 1 to 4 of the rule) without scaling them. All ranks call it. The loss is
-        as in `add_up`.
+        """Sum the gradients over ranks (steps 1 to 4 of the rule) without scaling them. All ranks call it.
+
+        `loss_sum`, `loss_counts_here`: see `add_up`. Raises `UserError` for gradients that have been summed.
         """
-        finite, self._started = sum_gradients(self.modules, self._started), {}
+        finite = sum_gradients(self.modules)
         return add_up(self.topology, self._squares(), finite, loss_sum, loss_counts_here=loss_counts_here)
 
     def _squares(self) -> list[tuple[str, Tensor]]:
@@ -131,9 +129,15 @@ class JointOptimizer(Optimizer):
 
     @torch.no_grad()
     def update(self, scale: float | Tensor, step: int | None = None) -> None:
-        """Step 5: update all weights with the gradients times `scale`. `step`: see `ModuleOptimizer.update`."""
+        """Step 5: update all weights with the gradients times `scale`. `step`: see `ModuleOptimizer.update`. Raises
+        `UserError` for gradients that have not been summed.
+        """
+        trained = [module for module in self.modules if module.trained]
+        require_ready(trained, finished=True)
         for each in self.optimizers.values():
             each.update(scale, step)
+        for module in trained:
+            module.gradients.advance(Phase.APPLIED)
 
     @watched
     @torch.no_grad()
@@ -149,7 +153,7 @@ class JointOptimizer(Optimizer):
 
         Raises:
             NotFiniteError: on all ranks. A gradient is NaN or infinite. Weights and states are as before, and training
-                can go on after `zero_grad`. See `error_if_nonfinite` of `build_optimizers`.
+                can continue after `zero_grad`. See `error_if_nonfinite` of `build_optimizers`.
             UserError: on all ranks. There is a closure; `zero_grad` was not called since the step before; parameters
                 were replaced, frozen or unfrozen, or weights changed under their masters; or `finish_gradients` would
                 refuse `tokens` or the gradients.
@@ -168,7 +172,6 @@ class JointOptimizer(Optimizer):
         if self.clip_grad > 0:
             scale = (self.clip_grad / (norm + 1e-6)).clamp(max=1.0) * factor
         self.update(scale)
-        mark(self.modules, applied=True)
         return norm
 
     @watched
@@ -187,7 +190,7 @@ class JointOptimizer(Optimizer):
     @torch.no_grad()
     def reload_model_params(self) -> None:
         """Copy the weights of the models to the fp32 masters, which would otherwise overwrite loaded weights in the
-        next step; `step` refuses such weights unless masters are on another device. The name is that of Megatron's.
+        next step; `step` refuses such weights unless masters are on another device.
         """
         for each in self.optimizers.values():
             each.reload_model_params()
@@ -195,26 +198,24 @@ class JointOptimizer(Optimizer):
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients, before the first backward pass of a step."""
-        forget_finished(self.modules)
-        self._started = {}
         for module in self.modules:
-            module.data_parallel.zero_gradients(set_to_none=set_to_none)
+            module.gradients.zero(set_to_none=set_to_none)
         for each in self.optimizers.values():
             each.zero()
 
     def wait_for_weights(self) -> None:
         """Wait for weights that are being gathered, before they are read other than by a run of their module."""
         for module in self.modules:
-            module.data_parallel.wait_for_weights()
+            module.weights.wait()
 
     @watched
     def state_for_dcp(self) -> dict[str, Any]:
         """Weights, persistent buffers and optimizers of this rank's modules for `torch.distributed.checkpoint`, which
         loads them in place; then call `load_from_dcp`. All ranks call it.
 
-        What ranks share and parts of a `DTensor` (FSDP2, PyTorch's tensor parallelism) have one key, and resume in any
-        layout. Other parts (pipeline stages, Megatron's tensor and expert parallelism, states of `AdamW` and `SGD`)
-        have keys of their own, and resume in the same degrees.
+        What ranks share and shards of a `DTensor` (FSDP2, PyTorch's tensor parallelism) have one key, and resume in any
+        layout. Other shards (pipeline stages, Megatron's tensor and expert parallelism, states of `AdamW` and `SGD`)
+        have separate keys, and resume in the same degrees.
 
         Raises:
             UserError: on all ranks. A module has Megatron's optimizer, or a `DTensor` is where it would be pickled.
@@ -224,10 +225,13 @@ class JointOptimizer(Optimizer):
     def _state_for_dcp(self) -> dict[str, Any]:
         for name in (name for name, each in self.optimizers.items() if isinstance(each, MegatronOptimizer)):
             found, expected = "Megatron's optimizer", "one of PyTorch or of this package"
-            fix = f"save `optimizer.parts['{name}']` by Megatron's `dist_checkpointing`, or leave its wrapper out"
+            fix = f"save `optimizer.by_module['{name}']` by Megatron's `dist_checkpointing`, or leave its wrapper out"
             raise UserError.at(f"state of module `{name}`", found=found, expected=expected, fix=fix)
         self.wait_for_weights()
-        models = {key: {n: chunk.state_dict() for n, chunk in of.items()} for key, of in self._models.items()}
+        models = {
+            key: {number: chunk.state_dict() for number, chunk in stages.items()}
+            for key, stages in self._models.items()
+        }
         state = {"models": models, "optimizers": self.state_dict()}
         _require_visible(state)
         return state
@@ -236,33 +240,37 @@ class JointOptimizer(Optimizer):
     def load_from_dcp(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state_for_dcp`, once `torch.distributed.checkpoint` has loaded it. All ranks call it."""
         self.wait_for_weights()
-        for key, of in self._models.items():
-            for n, chunk in of.items():
-                chunk.load_state_dict(state["models"][key][n])
+        for key, stages in self._models.items():
+            for number, chunk in stages.items():
+                chunk.load_state_dict(state["models"][key][number])
         self.load_state_dict(state["optimizers"])
 
     @property
     def _models(self) -> dict[str, dict[str, Any]]:
         """The models of this rank by number of the stage, by key of the module."""
-        return {dcp_key(*v): dict(zip(map(str, v[0].stages), v[0].chunks, strict=True)) for v in self._views.values()}
+        return {
+            dcp_key(*views): dict(zip(map(str, views[0].stages), views[0].chunks, strict=True))
+            for views in self._views.values()
+        }
 
     @property
     def _keys(self) -> dict[str, str]:
-        """The keys of the optimizers in their `state_dict`. Shards of states have one on each rank."""
-        keys = {name: dcp_key(each.module) for name, each in self.optimizers.items()}
-        shared = {name for name, each in self.sharded.items() if each.module.data_parallel.sharded}
-        return {
-            n: f"{key}.dp{self.optimizers[n].module.replicas.rank()}" if n in shared else key for n, key in keys.items()
-        }
+        """The keys of the optimizers in `state_dict`. A shard of states has a separate key on each rank."""
+        keys = dict[str, str]()
+        for name, optimizer in self.optimizers.items():
+            keys[name] = dcp_key(optimizer.module)
+            if name in self.sharded and optimizer.module.weights.sharded:
+                keys[name] += f".dp{optimizer.module.replicas.rank()}"
+        return keys
 
     def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The state of each part on this rank. Ranks with other parts have other keys. Megatron's distributed optimizer
-        leaves out its shards.
+        """The state of each module's optimizer on this rank. Ranks with other shards have other keys. Megatron's
+        distributed optimizer leaves out its shards.
         """
         return {key: self.optimizers[name].state_dict() for name, key in self._keys.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Load what `state_dict` returned on this rank, in the same layouts. Raises `UserError` for other modules."""
+        """Load a result of `state_dict` on this rank, in the same layouts. Raises `UserError` for other modules."""
         if state_dict.keys() != set(self._keys.values()):
             found, expected = ", ".join(state_dict) or "no modules", ", ".join(self._keys.values()) or "none"
             fix = "load what the same rank saved, in the same layouts"
@@ -271,11 +279,13 @@ class JointOptimizer(Optimizer):
             self.optimizers[name].load_state_dict(state_dict[key])
 
     def __repr__(self) -> str:
-        return f"JointOptimizer({', '.join(f'{name}: {type(part).__name__}' for name, part in self.parts.items())})"
+        return f"JointOptimizer({', '.join(f'{name}: {type(each).__name__}' for name, each in self.by_module.items())})"
 
 
 def _require_visible(value: Any, path: str = "state", *, pickled: bool = False) -> None:
-    """Check that `torch.distributed.checkpoint` pickles no `DTensor`, that of one rank for all. Raises `UserError`."""
+    """Check that `torch.distributed.checkpoint` pickles no `DTensor`, as it would save one rank's shard. Raises
+    `UserError`.
+    """
     if pickled and is_sharded(value):
         because, fix = "it is pickled, and one rank's is loaded by all", "put it in dicts and lists only"
         raise UserError.at(path, found="a DTensor in a tuple or object", expected="a dict", because=because, fix=fix)

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA) beside the linear layers of a model of Megatron-Core, in any layout.
 
-A layer of Megatron may be several projections: `linear_qkv` is queries, keys and values, the `linear_fc1` of a gated
-MLP is the gate and what it gates. Each has an A and a B of its own, as in folders of PEFT.
+A layer of Megatron may be several projections: `linear_qkv` computes queries, keys and values, the `linear_fc1` of a
+gated MLP computes the gate and the "up" projection. Each has a separate A and B, as in folders of PEFT.
 
 Megatron-Core is imported when a model is given, since that takes seconds.
 """
@@ -24,7 +24,7 @@ from megatron_hetero.step.library_modules import global_names
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 Pieces = tuple[tuple[str, Interval], ...]
-"""Consecutive rows of a layer's output: the projection that each piece is of, and the rows there."""
+"""Consecutive rows of a layer's output: the projection that each piece belongs to, and its rows in that."""
 
 
 def lora(
@@ -39,9 +39,9 @@ def lora(
     """Put low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) beside linear layers of a model of Megatron-Core,
     and freeze its own parameters.
 
-    Gradients are parts as those of Megatron's layers, which `build_optimizers` and `finish_gradients` sum. Checkpoints
-    of this package resume in any layout. There is no dropout. Call it after loading weights and before
-    `build_optimizers` and any wrapper; what else is to train gets `requires_grad_()` afterwards.
+    Gradients are partial like those of Megatron's layers; `build_optimizers` and `finish_gradients` sum them.
+    Checkpoints of this package resume in any layout. There is no dropout. Call it after loading weights and before
+    `build_optimizers` and any wrapper; call `requires_grad_()` of other parameters that are to train afterwards.
 
     Args:
         model: a `GPTModel`, or another with `config` and `pg_collection`, of Megatron's own linear layers. With virtual
@@ -49,16 +49,16 @@ def lora(
         r: rank.
         alpha: adapters are scaled by alpha / r. The default is `r`.
         rslora: scale by alpha / sqrt(r) (Kalajdzievski 2023, arXiv 2312.03732).
-        targets: last parts of names of linear layers, or patterns of whole names with layers counted over all stages,
-            such as `decoder.layers.[0-3].self_attention.*`.
-        seed: of the first values, which are the same in every layout: A is uniform within 1 / sqrt(in), B zero.
+        targets: last components of names of linear layers, or patterns of whole names with layers counted over all
+            stages, such as `decoder.layers.[0-3].self_attention.*`.
+        seed: seed of the initial values, which are the same in every layout: A is uniform within 1 / sqrt(in), B zero.
 
     Returns:
         The names of the layers with adapters, on this rank.
 
     Raises:
-        UserError: a number is out of range, or a target matches nothing, or a layer that cannot have adapters, such as
-            one of Transformer Engine. The model is then as before.
+        UserError: a number is out of range; or a target matches nothing, or a layer that cannot have adapters, such as
+            one of Transformer Engine. The model is unchanged then.
     """
     _require_values(r, alpha, targets)
     groups, config = (getattr(model, name, None) for name in ("pg_collection", "config"))
@@ -97,10 +97,10 @@ def _require_values(r: object, alpha: object, targets: object) -> None:
         raise UserError.at("lora: targets", found=repr(targets), expected="a list of names or patterns", fix=fix)
 
 
-def _require_low(r: int, name: str, layer: Any, of_ranks: Sequence[Pieces]) -> None:
+def _require_low(r: int, name: str, layer: Any, by_rank: Sequence[Pieces]) -> None:
     """Check that a rank is no larger than the dims of the projections of a layer. Raises `UserError`."""
-    for kind in dict.fromkeys(kind for pieces in of_ranks for kind, _ in pieces):
-        size = [_rows_of(of_ranks, _stored(kind, "B")), layer.input_size]
+    for kind in dict.fromkeys(kind for pieces in by_rank for kind, _ in pieces):
+        size = [_rows_of(by_rank, _stored(kind, "B")), layer.input_size]
         if r > min(size):
             because = f"the weight of {f'{name} ({kind})' if kind else name} is {size}"
             fix = "lower it, or name other `targets`"
@@ -109,14 +109,13 @@ def _require_low(r: int, name: str, layer: Any, of_ranks: Sequence[Pieces]) -> N
 
 def _targeted(model: nn.Module, config: Any, targets: Sequence[str]) -> dict[str, Any]:
     """Return the layers that targets match by their names in the whole model. Raises `UserError`."""
-    paths: dict[str, Any] = {
-        path: part for path, part in model.named_modules() if isinstance(getattr(part, "weight", None), Tensor)
-    }
     names = global_names(model)
-    known = {
-        names.get(f"{path}.weight", f"{path}.weight").removesuffix(".weight"): part for path, part in paths.items()
-    }
-    linear = {name: part for name, part in known.items() if part.weight.dim() == 2 and "embedding" not in name}
+    linear = dict[str, Any]()
+    for path, layer in model.named_modules():
+        weight = getattr(layer, "weight", None)
+        name = names.get(f"{path}.weight", f"{path}.weight").removesuffix(".weight")
+        if isinstance(weight, Tensor) and weight.dim() == 2 and "embedding" not in name:
+            linear[name] = layer
     anywhere = {re.sub(r"layers\.\d+", f"layers.{n}", name) for name in linear for n in range(config.num_layers)}
     for entry in targets:
         if not any(matches(entry, name) for name in anywhere):
@@ -125,14 +124,14 @@ def _targeted(model: nn.Module, config: Any, targets: Sequence[str]) -> dict[str
             raise UserError.at(
                 "lora: targets", found=f"`{entry}`", expected=listed(kinds, 12), because=because, fix=fix
             )
-    found = {name: part for name, part in linear.items() if any(matches(entry, name) for entry in targets)}
-    for name, layer in found.items():
-        _require_ours(name, layer)
-    return found
+    targeted = {name: layer for name, layer in linear.items() if any(matches(entry, name) for entry in targets)}
+    for name, layer in targeted.items():
+        _require_dense(name, layer)
+    return targeted
 
 
-def _require_ours(name: str, layer: Any) -> None:
-    """Check that adapters may be beside a layer. Raises `UserError`."""
+def _require_dense(name: str, layer: Any) -> None:
+    """Check that a layer is one of Megatron's that can have adapters. Raises `UserError`."""
     from megatron_hetero.groups.megatron import tensor_parallel
 
     by_input, where = isinstance(layer, tensor_parallel.RowParallelLinear), f"lora: {name}"
@@ -152,8 +151,8 @@ def _require_ours(name: str, layer: Any) -> None:
         raise UserError.at(where, found=found, expected=expected, fix="name other `targets`")
 
 
-def _attach(layer: Any, name: str, of_ranks: Sequence[Pieces], groups: Any, r: int, scale: float, seed: int) -> None:
-    """Put adapters beside a layer, whose projections on each rank along tp are `of_ranks`."""
+def _attach(layer: Any, name: str, by_rank: Sequence[Pieces], groups: Any, r: int, scale: float, seed: int) -> None:
+    """Put adapters beside a layer. `by_rank`: its projections on each rank along tp."""
     from megatron_hetero.groups.megatron import tensor_parallel
     from megatron_hetero.models.adapters import Lora
     from megatron_hetero.models.layers.backend import TORCH
@@ -162,11 +161,12 @@ def _attach(layer: Any, name: str, of_ranks: Sequence[Pieces], groups: Any, r: i
 
     by_input, config = isinstance(layer, tensor_parallel.RowParallelLinear), layer.config
     tp, weight = groups.tp, layer.weight
-    kinds = list(dict.fromkeys(kind for pieces in of_ranks for kind, _ in pieces))
-    columns = [_columns(weight, rank) if by_input else None for rank in range(tp.size())]
-    slices = [_slices(pieces, kinds, r, own) for pieces, own in zip(of_ranks, columns, strict=True)]
+    kinds = list(dict.fromkeys(kind for pieces in by_rank for kind, _ in pieces))
+    slices = [
+        _slices(pieces, kinds, r, _columns(weight, rank) if by_input else None) for rank, pieces in enumerate(by_rank)
+    ]
     rows, at = list[BRows](), 0
-    for kind, (start, stop) in of_ranks[tp.rank()]:
+    for kind, (start, stop) in by_rank[tp.rank()]:
         rows.append(BRows((at, at + stop - start), kinds.index(kind)))
         at += stop - start
     shape = LowRankShape(
@@ -180,30 +180,28 @@ def _attach(layer: Any, name: str, of_ranks: Sequence[Pieces], groups: Any, r: i
     platform = Platform(weight.device, "nccl" if weight.device.type == "cuda" else "gloo")
     beside: Any = LowRank(shape, Site(groups, platform, TORCH, weight.dtype, config.sequence_parallel))
     beside.B.sequence_parallel = by_input and config.sequence_parallel  # No rank has rows of another.
-    for path, parameter, cut in (("lora.A", beside.A, by_input), ("lora.B", beside.B, not by_input)):
-        parameter.stored_as = path, tuple(of_rank[path] for of_rank in slices)
-        if cut and tp.size() > 1:  # As of Megatron's layers.
-            parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = (
-                True,
-                int(by_input),
-                1,
-            )
-        own, new = slices[tp.rank()][path], dict[str, Tensor]()
-        for each in own:
-            size = (r, layer.input_size) if path == "lora.A" else (_rows_of(of_ranks, each.name), r)
-            drawn = generator_of(seed, f"{name}.{each.name}")
-            new[each.name] = Lora((), frozenset()).initial(f"{name}.{each.name}", size, drawn)
-        load_slices(parameter, own, [new[each.name][each.source].to(parameter) for each in own])
+    for path, parameter, is_split in (("lora.A", beside.A, by_input), ("lora.B", beside.B, not by_input)):
+        parameter.stored_as = path, tuple(slices_of_rank[path] for slices_of_rank in slices)
+        if is_split and tp.size() > 1:  # The attributes of parameters of Megatron's layers.
+            parameter.tensor_model_parallel = True
+            parameter.partition_dim = int(by_input)
+            parameter.partition_stride = 1
+        local_slices, initial = slices[tp.rank()][path], dict[str, Tensor]()
+        for each in local_slices:
+            size = (r, layer.input_size) if path == "lora.A" else (_rows_of(by_rank, each.name), r)
+            generator = generator_of(seed, f"{name}.{each.name}")
+            initial[each.name] = Lora((), frozenset()).initial(f"{name}.{each.name}", size, generator)
+        load_slices(parameter, local_slices, [initial[each.name][each.source].to(parameter) for each in local_slices])
     layer.lora = beside
     layer.register_forward_hook(_add)
     layer.sharded_state_dict = _unknown_to_megatron
 
 
 def _add(layer: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    """Return the output of a layer with what its adapters add."""
+    """Return the output of a layer plus the output of its adapters."""
     out, bias = output
-    own = min(len(inputs[0]), len(out))  # Tokens of a rank: under sequence parallelism one of the two has all.
-    return layer.lora.add(out, inputs[0], (own,)), bias
+    tokens = min(len(inputs[0]), len(out))  # On this rank: under sequence parallelism one of the two has all tokens.
+    return layer.lora.add(out, inputs[0], (tokens,)), bias
 
 
 def _unknown_to_megatron(*_: Any, **__: Any) -> Any:
@@ -218,8 +216,8 @@ def _pieces(layer: Any, name: str, rank: int, tp: int) -> Pieces:
     if kind == "linear_qkv":
         return tuple(_between(_heads(config, name, rows * tp), rank * rows, rank * rows + rows))
     if kind == "linear_fc1" and config.gated_linear_unit:
-        own = rank * rows // 2, (rank + 1) * rows // 2
-        return ("gate_proj", own), ("up_proj", own)
+        interval = rank * rows // 2, (rank + 1) * rows // 2
+        return ("gate_proj", interval), ("up_proj", interval)
     return (("", (rank * rows, rank * rows + rows) if _is_split(layer) else (0, rows)),)
 
 
@@ -241,7 +239,7 @@ def _heads(config: Any, name: str, rows: int) -> Iterator[tuple[str, Interval]]:
 
 
 def _between(pieces: Iterator[tuple[str, Interval]], start: int, stop: int) -> Iterator[tuple[str, Interval]]:
-    """Yield what is between two rows of all pieces together: Megatron cuts keys and values of few groups anywhere."""
+    """Yield the pieces between two rows of all pieces: Megatron cuts keys and values of few groups anywhere."""
     at = 0
     for kind, (first, last) in pieces:
         low, high = max(start, at), min(stop, at + last - first)
@@ -253,13 +251,13 @@ def _between(pieces: Iterator[tuple[str, Interval]], start: int, stop: int) -> I
 def _slices(
     pieces: Pieces, kinds: Sequence[str], r: int, columns: Interval | None
 ) -> Mapping[str, tuple[TensorSlice, ...]]:
-    """Return what a rank has of the stored tensors in A and in B."""
-    second, at = list[TensorSlice](), 0
+    """Return the slices of stored tensors that a rank has in A and in B."""
+    slices_a = [TensorSlice(_stored(kind, "A"), (0, r), number * r, columns) for number, kind in enumerate(kinds)]
+    slices_b, at = list[TensorSlice](), 0
     for kind, rows in pieces:
-        second.append(TensorSlice(_stored(kind, "B"), rows, at))
+        slices_b.append(TensorSlice(_stored(kind, "B"), rows, at))
         at += rows[1] - rows[0]
-    first = [TensorSlice(_stored(kind, "A"), (0, r), number * r, columns) for number, kind in enumerate(kinds)]
-    return {"lora.A": tuple(first), "lora.B": tuple(second)}
+    return {"lora.A": tuple(slices_a), "lora.B": tuple(slices_b)}
 
 
 def _stored(kind: str, matrix: str) -> str:
@@ -271,6 +269,6 @@ def _columns(weight: Tensor, rank: int) -> Interval:
     return rank * weight.shape[1], (rank + 1) * weight.shape[1]
 
 
-def _rows_of(of_ranks: Sequence[Pieces], stored: str) -> int:
-    """Return the rows of a stored B."""
-    return max(stop for pieces in of_ranks for kind, (_, stop) in pieces if _stored(kind, "B") == stored)
+def _rows_of(by_rank: Sequence[Pieces], stored: str) -> int:
+    """Return the number of rows of a stored B."""
+    return max(stop for pieces in by_rank for kind, (_, stop) in pieces if _stored(kind, "B") == stored)

@@ -1,4 +1,4 @@
-"""What a program needs to build and run models of Megatron-Core in the layouts of a topology.
+"""Prepares a process for models of Megatron-Core, and runs them in the layouts of a topology.
 
 prepare_megatron(topology, seed=1)
 model = GPTModel(config, spec, vocabulary, length, pg_collection=topology.collection("text"))
@@ -22,10 +22,10 @@ def prepare_megatron(topology: Topology, seed: int) -> None:
     """Create Megatron-Core's memory buffer and random streams. All ranks call it before they build models; a second
     call seeds anew.
 
-    PyTorch's generators are seeded alike on all ranks. Megatron's stream for tensor-parallel regions differs between
+    PyTorch's generators get the same seed on all ranks. Megatron's stream for tensor-parallel regions differs between
     the ranks along `tp` and `pp`, and is the same on all replicas. A rank with several modules takes the coordinates of
-    the one with the largest `tp`; what others draw from it differs between their replicas, which `build_optimizers`
-    then makes equal.
+    the one with the largest `tp`; numbers that other modules draw differ between their replicas, and `build_optimizers`
+    makes these equal.
 
     If `parallel_state` is initialised, its buffer and the streams that it seeded are left alone; initialise it first.
     On a CPU a literal `device="cuda"`, and `Tensor.cuda()`, mean the CPU from now on in this process.
@@ -35,8 +35,8 @@ def prepare_megatron(topology: Topology, seed: int) -> None:
     megatron.prepare(topology.platform)
     topology.platform.enter_megatron_scope()
     torch.manual_seed(seed)
-    own = [layout for layout in topology.layouts.values() if topology.rank in layout]
-    place = max(own, key=lambda layout: layout.tp).coordinate(topology.rank) if own else None
+    layouts = [layout for layout in topology.layouts.values() if topology.rank in layout]
+    place = max(layouts, key=lambda layout: layout.tp).coordinate(topology.rank) if layouts else None
     megatron.prepare_layers(seed, place.tp if place else 0, place.pp if place else 0)
 
 
@@ -59,7 +59,7 @@ def megatron_schedule(topology: Topology, module: str, config: Any) -> Callable[
 
     Raises:
         UserError: `config` and the layout differ.
-        KeyError: this rank has no part of the module.
+        KeyError: this rank is not in the module's layout.
     """
     from megatron_hetero.groups.megatron import megatron_loop
 

@@ -1,4 +1,4 @@
-"""A module as it is trained: its part on this rank, what that has in common with other ranks', and its optimizer.
+"""A module as it is trained: what a rank stores of its weights, how its gradients are reduced, and its optimizer.
 
 There is one kind of value for all modules: of a model family (`family_module`), or of PyTorch or Megatron-Core, wrapped
 or not (`library_modules`). The rule for gradients, the optimizers and checkpoints know nothing else.
@@ -6,11 +6,11 @@ or not (`library_modules`). The rule for gradients, the optimizers and checkpoin
 Ranks with the same weights of a module share these, their gradients and optimizer states. A rank stores a flat range of
 the elements of each parameter (Rajbhandari et al. 2020, arXiv 1910.02054).
 
-    ZeRO stage   each rank of n stores 1/n of    class
-    1            optimizer states                `buffers.Replicated`, in flat buffers
-    2            and gradients                   `fully_sharded.FullySharded`, over PyTorch's `fully_shard`
+    ZeRO stage   each rank of n stores 1/n of    `ModuleWeights` and `ModuleGradients` are in
+    1            optimizer states                `buffers`: flat buffers
+    2            and gradients                   `fully_sharded`, over PyTorch's `fully_shard`
     3            and weights
-    none         whatever wrappers of the user do `wrapped.Wrapped`
+    none         whatever wrappers of the user do `wrapped`
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -28,6 +29,7 @@ from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.weight_map import Held, WeightMap, held
 from megatron_hetero.layout.axes import MAIN, View
 from megatron_hetero.layout.communicators import ENDS
+from megatron_hetero.step.gradient_state import GradientState, Phase
 
 Range = tuple[int, int]
 """Elements [start, stop)."""
@@ -35,38 +37,72 @@ OverTp = Literal["sum", "mean"]
 
 
 @dataclass(frozen=True, eq=False)
-class DataParallel(ABC):
-    """How the ranks of `group`, with the same parameters and other tokens, share a module.
+class ModuleWeights(ABC):
+    """The weights of a module that this rank stores, and which elements it updates.
 
     Attributes:
         parameters: parameters of this rank, by name, shaped as before the group shares them.
-        group: the ranks.
+        group: the ranks with the same parameters, which process other tokens.
         owned: for each trained parameter, the elements that this rank has the reduced gradient of, and updates.
         sharded: whether each rank updates a share of the elements.
-        sums_shares: whether `reduce` gives a rank the sums of what it owns only.
     """
 
     parameters: Mapping[str, nn.Parameter]
     group: dist.ProcessGroup
     owned: Mapping[str, Range]
     sharded: bool
-    sums_shares: bool
+
+    def copies(self, name: str) -> int:
+        """The number of ranks in the group that update the same elements as this rank."""
+        return 1 if self.sharded else self.group.size()
+
+    def stored(self, name: str) -> Range:
+        """The elements of a parameter that this rank stores from step to step."""
+        return 0, self.parameters[name].numel()
+
+    @abstractmethod
+    def values(self, name: str) -> Tensor:
+        """A flat view of the stored elements, as all ranks have updated them."""
+
+    def publish(self) -> None:  # noqa: B027
+        """Make the weights that each rank has updated visible to runs of the module. Collective if all ranks store all
+        weights; later computation may overlap it: see `wait`.
+        """
+
+    def wait(self) -> None:  # noqa: B027
+        """Wait before weights are written, or read other than by a run of the module or through `values`."""
+
+    def whole(self, name: str, flat: Tensor) -> Tensor:
+        """Assemble a tensor shaped like a parameter from `flat`, numbers for the elements that each rank stores.
+        Collective.
+        """
+        return flat.view(self.parameters[name].shape)
+
+
+class ModuleGradients(ABC):
+    """How the gradients of a module are accumulated on this rank, and summed over the ranks with the same parameters.
+
+    A step calls `expect` and `start` where it can, then `finish`; `state` notes how far it is.
+    """
+
+    state: GradientState
 
     reduces_early: ClassVar[bool] = False
     """Whether gradients are reduced in each backward pass, and a rank stores its own weights and gradients only."""
 
-    def copies(self, name: str) -> int:
-        """The number of ranks in the group with the reduced gradient of the elements that this rank updates."""
-        return 1 if self.sharded else self.group.size()
+    @property
+    def sums_shares(self) -> bool:
+        """Whether `finish` gives a rank the sums only of the elements that it owns."""
+        return False
 
     @property
-    def lives_on(self) -> bool:
+    def persistent(self) -> bool:
         """Whether gradients are in the same memory in each step."""
         return True
 
     @property
-    def marked(self) -> Any:
-        """The tensor of gradients whose attributes say how far they are; None if there are none."""
+    def first(self) -> Tensor | None:
+        """The first tensor of gradients, by which `state` recognizes them; None if there is none."""
         return next(iter(self.summed), None)
 
     @property
@@ -74,21 +110,9 @@ class DataParallel(ABC):
     def summed(self) -> Sequence[Tensor]:
         """Gradients of this rank that are sums over the group, once they are reduced."""
 
-    def stored(self, name: str) -> Range:
-        """The elements of a parameter that this rank stores from step to step."""
-        return 0, self.parameters[name].numel()
-
-    @abstractmethod
-    def weights(self, name: str) -> Tensor:
-        """A flat view of them, as all ranks have updated them."""
-
     @abstractmethod
     def accumulated(self, name: str) -> tuple[Tensor, Range]:
         """The gradient that this rank accumulates of a parameter in a step, flat, and the range of its elements."""
-
-    @abstractmethod
-    def zero_gradients(self, *, set_to_none: bool = True) -> None:
-        """Zero the gradients, or set those in `grad` to None."""
 
     def require_unsummed(self) -> None:  # noqa: B027
         """Check that further backward passes may add to the gradients of the step. Raises `UserError`."""
@@ -96,30 +120,31 @@ class DataParallel(ABC):
     def expect(self, parameters: Collection[nn.Parameter]) -> None:  # noqa: B027
         """Note that the next backward pass is the last of the step for `parameters`: their sums may begin within it."""
 
+    def start(self) -> None:  # noqa: B027
+        """Begin the sums over the group that have not begun, without waiting. Collective; between it and `finish` there
+        is no other collective of the group.
+        """
+
     @abstractmethod
-    def start_reducing(self) -> Tensor:
-        """Begin to sum the gradients over the group, unless backward passes have, without waiting. Collective; between
-        it and `reduce` there is no other collective of the group.
+    def finish(self) -> Tensor:
+        """Make the sums over the group visible to later computation.
 
-        Returns whether this rank's gradients were finite before, fp64 scalar.
+        Returns whether this rank's gradients were finite before they were summed, fp64 scalar.
         """
 
-    def reduce(self) -> None:  # noqa: B027
-        """Make the sums visible to what is computed next."""
+    def zero(self, *, set_to_none: bool = True) -> None:
+        """Zero the gradients, or set those in `grad` to None: a new step begins."""
+        self.clear(set_to_none=set_to_none)
+        self.state.reset()
 
-    def share_weights(self) -> None:  # noqa: B027
-        """Make the weights that each rank has updated visible to runs of the module. Collective if all ranks store all
-        weights; it may run beside what is computed next: see `wait_for_weights`.
-        """
+    @abstractmethod
+    def clear(self, *, set_to_none: bool) -> None:
+        """Zero the gradients, or set those in `grad` to None."""
 
-    def wait_for_weights(self) -> None:  # noqa: B027
-        """Wait before weights are written, or read other than by a run of the module or through `weights`."""
-
-    def whole(self, name: str, flat: Tensor) -> Tensor:
-        """Assemble a tensor shaped like a parameter from `flat`, numbers for the elements that each rank stores.
-        Collective.
-        """
-        return flat.view(self.parameters[name].shape)
+    @torch.no_grad()
+    def advance(self, phase: Phase) -> None:
+        """Note that gradients have entered a phase. Raises `UserError` if it does not follow the current one."""
+        self.state.advance(phase, self.first, persistent=self.persistent)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,12 +157,13 @@ class TrainedModule:
         topology: topology of all modules.
         stages: numbers of the pipeline stages on this rank.
         chunks: the model of each of them.
-        maps: for each rank of the group `holders`, which parts of which stored tensors its parameters are.
-        data_parallel: the parameters, and how data-parallel ranks share them.
-        over_tp: how gradients that are parts are reduced over `holders`, by parameter.
+        maps: for each rank of the group `holders`, which slices of which stored tensors its parameters are.
+        weights: the parameters, and which of their elements this rank stores and updates.
+        gradients: their gradients, and how these are summed over `replicas`.
+        over_tp: how partial gradients are reduced over `holders`, by parameter.
         tied: the parameter of which another stage has a copy, if any.
         tied_copy: the same, if it counts on the other stage: the head of a tied model.
-        view: which ranks hold what parts of the parameters, and sum their gradients.
+        view: which ranks hold which shards of the parameters, and sum their gradients.
     """
 
     name: str
@@ -145,7 +171,8 @@ class TrainedModule:
     stages: tuple[int, ...]
     chunks: tuple[Any, ...]
     maps: tuple[WeightMap, ...]
-    data_parallel: DataParallel
+    weights: ModuleWeights
+    gradients: ModuleGradients
     over_tp: Mapping[str, OverTp]
     tied: str | None = None
     tied_copy: str | None = None
@@ -153,15 +180,15 @@ class TrainedModule:
 
     @property
     def key(self) -> str:
-        """The name of the module, followed by that of a further view."""
+        """The name of the module, followed by the name of a further view."""
         return self.name if self.view == MAIN else f"{self.name}.{self.view.name}"
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Parameters by name, shaped as before data-parallel ranks share them. Their values may not have arrived yet,
-        other than those of `weight` and `whole_weight`.
+        """Parameters by name, shaped as before data-parallel ranks share them. Their values may not have arrived yet;
+        `weight` and `whole_weight` wait for them.
         """
-        return self.data_parallel.parameters
+        return self.weights.parameters
 
     @cached_property
     def trained(self) -> Mapping[str, nn.Parameter]:
@@ -170,7 +197,7 @@ class TrainedModule:
 
     @property
     def holders(self) -> dist.ProcessGroup:
-        """The ranks that hold different parts of the parameters: tensor-parallel ranks in the main view."""
+        """The ranks that hold different shards of the parameters: tensor-parallel ranks in the main view."""
         return self.topology.group(self.name, *self.view.shard_axes)
 
     @property
@@ -185,32 +212,32 @@ class TrainedModule:
 
     def gradient(self, name: str) -> Tensor:
         """The reduced gradient of the elements of a parameter that this rank updates, flat."""
-        values, (begin, _) = self.data_parallel.accumulated(name)
-        start, stop = self.data_parallel.owned[name]
+        values, (begin, _) = self.gradients.accumulated(name)
+        start, stop = self.weights.owned[name]
         return values[start - begin : stop - begin]
 
     def weight(self, name: str) -> Tensor:
         """The elements of a parameter that this rank updates: a flat view."""
-        (begin, _), (start, stop) = self.data_parallel.stored(name), self.data_parallel.owned[name]
-        return self.data_parallel.weights(name)[start - begin : stop - begin]
+        (begin, _), (start, stop) = self.weights.stored(name), self.weights.owned[name]
+        return self.weights.values(name)[start - begin : stop - begin]
 
     def whole_weight(self, name: str) -> Tensor:
         """A parameter, shaped as in `parameters`. Collective if data-parallel ranks share it."""
-        return self.data_parallel.whole(name, self.data_parallel.weights(name))
+        return self.weights.whole(name, self.weights.values(name))
 
     def expect(self, stage: int) -> None:
         """Note that the next backward pass of that pipeline stage is its last in the step: sums of gradients may begin
         within it, except of parameters that other stages of this rank have, too.
         """
-        of_chunks = [set(chunk.parameters()) for chunk in self.chunks]
-        own = of_chunks.pop(self.stages.index(stage))
-        # Sums of a further view begin behind the backward pass: they may share a communicator with those of the main
+        # Sums of a further view begin after the backward pass: they may share a communicator with those of the main
         # view, and all ranks begin them in one order.
         if self.view == MAIN:
-            self.data_parallel.expect([p for p in own.difference(*of_chunks) if p.requires_grad])
+            other_stages = [set(chunk.parameters()) for chunk in self.chunks]
+            this_stage = other_stages.pop(self.stages.index(stage))
+            self.gradients.expect([p for p in this_stage.difference(*other_stages) if p.requires_grad])
 
     @property
-    def own_map(self) -> WeightMap:
+    def local_map(self) -> WeightMap:
         """The weight map of this rank."""
         return self.maps[self.holders.rank()]
 
@@ -220,7 +247,7 @@ class TrainedModule:
         return held(self.maps)
 
     @property
-    def own_held(self) -> Mapping[str, Held]:
+    def local_held(self) -> Mapping[str, Held]:
         """The copies of each parameter of this rank in the group `holders`."""
         return self.held[self.holders.rank()]
 
@@ -232,7 +259,7 @@ class ModuleOptimizer(ABC):
 
     @abstractmethod
     def squares(self) -> Tensor:
-        """This rank's addend to the square of the norm of the module's gradients, fp64 []."""
+        """This rank's term of the squared norm of the module's gradients, fp64 []."""
 
     @abstractmethod
     def update(self, scale: float | Tensor, step: int | None = None) -> None:
@@ -240,7 +267,7 @@ class ModuleOptimizer(ABC):
         number of updates.
         """
 
-    def zero(self) -> None:  # noqa: B027 (the module zeroes its own)
+    def zero(self) -> None:  # noqa: B027 (the module zeroes its gradients)
         """Drop copies of gradients."""
 
     @abstractmethod
@@ -253,8 +280,8 @@ class ModuleOptimizer(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Everything that is needed to resume."""
+        """The state that is needed to resume."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned on this rank."""
+        """Load a result of `state_dict` on this rank."""

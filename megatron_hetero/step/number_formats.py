@@ -1,12 +1,12 @@
 """Fp32 numbers stored in fewer bits: master weights and moments of optimizers (docs/training.md, "Optimizer states in
-fewer bytes"), and the random bits that they are rounded with.
+fewer bytes"), and the random bits with which they are rounded.
 
-    Master     fp32 weights, or bfloat16 weights and what is stored beside them: fp32 masters, the lower 16 bits of the
-               masters, or nothing (stochastic rounding: Gupta et al. 2015, arXiv 1502.02551)
+    Master     fp32 weights, or bfloat16 weights beside fp32 masters, beside the lower 16 bits of the masters, or alone
+               (stochastic rounding: Gupta et al. 2015, arXiv 1502.02551)
     Plain      fp32, or bfloat16, rounded stochastically
     Blocks8    one byte an element and a scale for each block of 256 (Dettmers et al. 2021, arXiv 2110.02861)
 
-All tensors are flat and hold many parameters, one after the other, so that a handful of kernels processes all of them.
+All tensors are flat and concatenate many parameters, so that a handful of kernels processes all of them.
 Random bits are a hash of a text and an element's place: they are the same on all ranks that hold the element, on every
 device, after a resume, and however many elements are rounded at a time.
 """
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 BITS = 16
-"""Random bits of a draw: what rounding from fp32 to bfloat16 takes."""
+"""Random bits of a draw, as many as rounding from fp32 to bfloat16 removes."""
 _LOW = (1 << BITS) - 1
 _KEY_BITS = 24
 """Bits of a key, which fp32 represents exactly."""
@@ -81,7 +81,7 @@ assert PIECE % BLOCK == 0, "pieces begin at block boundaries"
 BATCHES = 32
 """Numbers are unpacked or copied for an update in about this many batches, if these are small."""
 _SHARE = 8
-"""Masters are rounded in at most about this many parts: the workspace is 1/24 of masters and moments."""
+"""Masters are rounded in at most about this many pieces: the workspace is 1/24 of masters and moments."""
 HALF = 1 << 15
 """Half a unit of bfloat16, in bits of fp32."""
 _NAN = 0x7FC00000
@@ -96,7 +96,7 @@ class FlatTensors:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Self:
-        """Merge those of the `tensors` that are neighbours in memory."""
+        """Merge `tensors` that are neighbours in memory."""
         merged = list[Tensor]()
         for tensor in tensors:
             if merged and _adjoin(merged[-1], tensor):
@@ -117,17 +117,19 @@ class FlatTensors:
 
     def views(self, start: int, stop: int) -> list[Tensor]:
         """Views of elements [start, stop), one of each tensor that has some."""
-        found, place = list[Tensor](), bisect_right(self.ends, start)
+        views = list[Tensor]()
+        place = bisect_right(self.ends, start)
         while start < stop:
             begin = self.ends[place] - len(self.tensors[place])
-            found.append(self.tensors[place][start - begin : stop - begin])
-            start, place = min(stop, self.ends[place]), place + 1
-        return found
+            views.append(self.tensors[place][start - begin : stop - begin])
+            start = min(stop, self.ends[place])
+            place += 1
+        return views
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return elements [start, stop): a view if one tensor has them all."""
-        found = self.views(start, stop)
-        return found[0] if len(found) == 1 else torch.cat(found)
+        views = self.views(start, stop)
+        return views[0] if len(views) == 1 else torch.cat(views)
 
     def write(self, start: int, values: Tensor) -> None:
         """Copy `values` to the elements from `start` on."""
@@ -137,15 +139,18 @@ class FlatTensors:
         else:
             torch._foreach_copy_(targets, values.contiguous().split(list(map(len, targets))))
 
-    def part(self, start: int, stop: int) -> FlatTensors:
+    def slice(self, start: int, stop: int) -> FlatTensors:
         """Elements [start, stop), as views."""
         return FlatTensors(tuple(self.views(start, stop)))
 
 
 @dataclass(frozen=True, eq=False)
 class Plain:
-    """Fp32 numbers that are computed with on `device`, in one tensor of fp32 or bfloat16, their `values`: None in
-    formats that have no tensor whose elements are the numbers.
+    """Fp32 numbers in one tensor of fp32 or bfloat16, on any device.
+
+    Attributes:
+        values: the tensor; None in formats that have no tensor whose elements are the numbers.
+        device: the device that computes with the numbers.
     """
 
     values: Tensor
@@ -162,16 +167,17 @@ class Plain:
             values = upper_half(rounded_stochastically(values, noise))
         _copy_unless_same(target, values)
 
-    def part(self, start: int, stop: int) -> Plain:
+    def slice(self, start: int, stop: int) -> Plain:
         """Numbers [start, stop), as views."""
         return Plain(self.values[start:stop], self.device)
 
 
 @dataclass(frozen=True, eq=False)
 class Master:
-    """Fp32 masters of the `weights`. Fp32 weights are their own masters. Those in bfloat16 have `beside` them the
-    masters in fp32, or the lower halves of the masters (int16), or nothing: then the weights are rounded
-    stochastically. The interface is that of `Plain`.
+    """Fp32 masters of the `weights`, with the interface of `Plain`.
+
+    Fp32 weights are their own masters. Weights in bfloat16 have `beside` them the masters in fp32, or the lower halves
+    of the masters (int16), or nothing: then they are rounded stochastically.
     """
 
     weights: FlatTensors
@@ -214,17 +220,21 @@ class Master:
             self.weights.write(start, upper_half(rounded(values)))
             self.beside[start : start + len(values)].copy_(values.view(torch.int16)[::2], non_blocking=True)
 
-    def part(self, start: int, stop: int) -> Master:  # noqa: D102
-        return Master(self.weights.part(start, stop), None if self.beside is None else self.beside[start:stop])
+    def slice(self, start: int, stop: int) -> Master:  # noqa: D102
+        return Master(self.weights.slice(start, stop), None if self.beside is None else self.beside[start:stop])
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks8:
-    """Fp32 numbers as `codes`, bytes that index `levels`, and `scales`, fp32, one for each block. The interface is that
-    of `Plain`.
+    """Fp32 numbers as bytes with a scale for each block, with the interface of `Plain`.
 
-    `squares`: whether the numbers are second moments: they are never negative, and their square roots are stored, since
-    their range is twice as wide as that of first moments. `sizes`: of the parameters, at which blocks begin.
+    Attributes:
+        codes: bytes that index `levels`.
+        scales: scales of the blocks, fp32.
+        device: the device that computes with the numbers.
+        squares: whether the numbers are second moments: they are never negative, and their square roots are stored,
+            since their range is twice as wide as that of first moments.
+        sizes: sizes of the parameters, each of which begins a block.
     """
 
     codes: Tensor
@@ -239,9 +249,9 @@ class Blocks8:
         skipped, lengths, (first, last) = self._cut(start, stop)
         codes = self.codes[start:stop].to(self.device, non_blocking=True)
         scales = self.scales[first:last].to(self.device, non_blocking=True).repeat_interleave(BLOCK)
-        found = levels(not self.squares, self.device)[codes.int()]
-        found *= _without_gaps(scales[skipped:], lengths, skipped)
-        return found.square_() if self.squares else found
+        numbers = levels(not self.squares, self.device)[codes.int()]
+        numbers *= _without_gaps(scales[skipped:], lengths, skipped)
+        return numbers.square_() if self.squares else numbers
 
     def write(self, start: int, values: Tensor, noise: Noise | None = None) -> None:  # noqa: D102
         skipped, lengths, (first, last) = self._cut(start, start + len(values))
@@ -253,16 +263,16 @@ class Blocks8:
         shares = _without_gaps(shares, lengths)
         above = torch.searchsorted(known, shares, out_int32=True).clamp_(1, len(known) - 1)
         low, high = known[above - 1], known[above]
-        part = (shares - low) / (high - low)
-        # Not the nearest where rounding is stochastic: the lower with the probability that keeps the mean.
-        limit = 0.5 if noise is None else noise.bits(len(part), part.device) * 2.0**-BITS
-        codes = above - (part <= limit).int()
+        position = (shares - low) / (high - low)  # Between the two levels, in [0, 1].
+        # Stochastic rounding takes the lower level with the probability that preserves the mean.
+        limit = 0.5 if noise is None else noise.bits(len(position), position.device) * 2.0**-BITS
+        codes = above - (position <= limit).int()
         if self.squares:
-            codes = torch.where(shares > 0, codes.clamp(min=1), codes)  # A divisor: never 0 where it was not.
+            codes = torch.where(shares > 0, codes.clamp(min=1), codes)  # A divisor must not become 0.
         self.codes[start : start + len(values)].copy_(codes, non_blocking=True)
         self.scales[first:last].copy_(scales, non_blocking=True)
 
-    def part(self, start: int, stop: int) -> Blocks8:  # noqa: D102
+    def slice(self, start: int, stop: int) -> Blocks8:  # noqa: D102
         skipped, lengths, (first, last) = self._cut(start, stop)
         assert skipped == 0, "whole blocks have one scale"
         return Blocks8(self.codes[start:stop], self.scales[first:last], self.device, self.squares, tuple(lengths))
@@ -270,27 +280,36 @@ class Blocks8:
     @cached_property
     def _ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The ends of the elements and of the blocks of each parameter."""
-        return tuple(accumulate(self.sizes)), tuple(accumulate(-(-size // BLOCK) for size in self.sizes))
+        return tuple(accumulate(self.sizes)), tuple(accumulate(map(_blocks, self.sizes)))
 
     def _cut(self, start: int, stop: int) -> tuple[int, list[int], tuple[int, int]]:
-        """Locate elements [start, stop): how many elements of the first block precede them, how many of them each
-        parameter has, and the range of their blocks.
+        """Locate elements [start, stop).
+
+        Returns how many elements of the first block precede them, how many of them each parameter has, and the range of
+        their blocks.
         """
-        ends, ends_of_blocks = self._ends
-        lengths, blocks, skipped, place = list[int](), list[int](), 0, bisect_right(ends, start)
+        ends, block_ends = self._ends
+        lengths, skipped, first_block, last_block = list[int](), 0, 0, 0
+        place = bisect_right(ends, start)
         while start < stop:
-            begin, end = ends[place] - self.sizes[place], min(stop, ends[place])
-            before = ends_of_blocks[place] - -(-self.sizes[place] // BLOCK)
+            size = self.sizes[place]
+            begin, end = ends[place] - size, min(stop, ends[place])
+            blocks_before = block_ends[place] - _blocks(size)
             if not lengths:
                 skipped = (start - begin) % BLOCK
+                first_block = blocks_before + (start - begin) // BLOCK
+            last_block = blocks_before + _blocks(end - begin)
             lengths.append(end - start)
-            blocks += [before + (start - begin) // BLOCK, before - (begin - end) // BLOCK]
             start, place = end, place + 1
-        return skipped, lengths, (blocks[0], blocks[-1]) if blocks else (0, 0)
+        return skipped, lengths, (first_block, last_block)
 
 
 Stored = Plain | Master | Blocks8
-"""Fp32 numbers in some form."""
+"""Fp32 numbers in some format."""
+
+
+def _blocks(elements: int) -> int:
+    return -(-elements // BLOCK)
 
 
 def _copy_unless_same(target: Tensor, values: Tensor) -> None:
@@ -310,8 +329,8 @@ def _place(tensor: Tensor) -> tuple[int, int]:
 
 
 def _gaps(lengths: Sequence[int], skipped: int = 0) -> Iterator[tuple[int, int]]:
-    """Yield where the elements of each parameter begin and end, if each is padded to whole blocks. `skipped`: elements
-    that the first block lacks.
+    """Yield where the elements of each parameter begin and end, if each is padded to whole blocks. `skipped`: how many
+    elements the first block lacks.
     """
     begin = 0
     for length in lengths:
@@ -337,17 +356,17 @@ def _without_gaps(padded: Tensor, lengths: Sequence[int], skipped: int = 0) -> T
 
 
 def batch_elements(elements: int) -> int:
-    """The number of elements to unpack or copy at a time, of all `elements` of a module that a rank updates."""
+    """Return how many of the `elements` of a module that a rank updates are unpacked or copied at a time."""
     return min(4 * PIECE, max(PIECE, -(-elements // BATCHES)))
 
 
 def unpacked(stored: Stored, start: int, stop: int) -> Tensor:
     """Read numbers [start, stop), fp32 on the host."""
-    found = torch.empty(stop - start)
+    numbers = torch.empty(stop - start)
     for first in range(start, stop, PIECE):
         last = min(first + PIECE, stop)
-        found[first - start : last - start] = stored.read(first, last)
-    return found
+        numbers[first - start : last - start] = stored.read(first, last)
+    return numbers
 
 
 def write_all(stored: Stored, values: Tensor, device: torch.device) -> None:
@@ -365,7 +384,7 @@ def nearest_bfloat16(values: Tensor) -> Tensor:
 
 
 def limited(values: Tensor) -> Tensor:
-    """Copy the bits of fp32 `values`, to which up to a unit of bfloat16 can be added, int32."""
+    """Copy the bits of fp32 `values`, int32, limited so that adding up to one unit of bfloat16 does not wrap."""
     return values.view(torch.int32).clamp(max=_NAN)
 
 
@@ -375,7 +394,7 @@ def rounded(values: Tensor) -> Tensor:
 
 
 def rounded_stochastically(values: Tensor, noise: Noise) -> Tensor:
-    """Like `rounded`, but up with the probability that preserves the mean."""
+    """Return the same for `values` that are rounded up with the probability that preserves the mean."""
     return noise.bits(len(values), values.device).add_(limited(values))
 
 
@@ -385,8 +404,8 @@ def upper_half(bits: Tensor) -> Tensor:
 
 
 def joined(weights: Tensor, lower: Tensor) -> Tensor:
-    """Restore fp32 numbers from bfloat16 `weights`, which are `rounded`, and their `lower` halves, int16."""
-    upper = weights.contiguous().view(torch.int16) + (lower >> 15)  # Rounded up where its first bit is 1: then -1.
+    """Restore fp32 numbers from bfloat16 `weights`, the `rounded` numbers, and the `lower` halves, int16."""
+    upper = weights.contiguous().view(torch.int16) + (lower >> 15)  # -1 where the weight was rounded up.
     return torch.stack((lower, upper), 1).view(torch.float32).view(-1)
 
 
@@ -400,13 +419,13 @@ def levels(signed: bool, device: torch.device) -> Tensor:
     """The numbers that codes stand for, ascending to 1, fp32 [255]: a decimal exponent in unary, and the rest of the
     bits evenly spaced in between (dynamic tree quantization, Dettmers 2015, arXiv 1511.04561).
     """
-    exponents, found = 7, [1.0]
+    exponents, positive = 7, [1.0]
     for exponent in range(exponents):
         count = 2**exponent if signed else 2 ** (exponent + 1)
         edges = torch.linspace(0.1, 1, count + 1, dtype=torch.float64)
-        found += ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - exponents + 1)).tolist()
-    # 1 itself replaces the next: the scale of a block is its largest number, and is stored exactly.
-    positive = sorted(found)
+        positive += ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - exponents + 1)).tolist()
+    positive.sort()
+    # 1 itself replaces the largest of these: the scale of a block is its largest number, and is stored exactly.
     del positive[-2]
-    both = [-level for level in reversed(positive)] if signed else []
-    return torch.tensor([*both, 0.0, *positive], dtype=torch.float32, device=device)
+    negative = [-level for level in reversed(positive)] if signed else []
+    return torch.tensor([*negative, 0.0, *positive], dtype=torch.float32, device=device)

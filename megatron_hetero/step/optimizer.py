@@ -3,9 +3,9 @@
 Each rank of the module's data- and context-parallel group updates an equal share of the buffers, and alone stores
 master weights and moments for it (ZeRO stage 1, Rajbhandari et al. 2020, arXiv 1910.02054). SGD is replicated.
 
-On a GPU that compiles, an update is one pass over all numbers (`fused`). Elsewhere, and with moments of 8 bits, it is
-PyTorch's kernel, and numbers in less than fp32, or in host memory, are unpacked in batches: a module is never in fp32
-as a whole. What does not depend on single parameters is done to a whole batch at once.
+On a GPU with a compiler, an update is one pass over all numbers (`fused`). Elsewhere, and with moments of 8 bits,
+PyTorch's kernel computes it, and numbers in less than fp32, or in host memory, are unpacked in batches: a module is
+never in fp32 as a whole. Operations that do not depend on single parameters run on a whole batch at once.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class ShardOptimizer(ModuleOptimizer):
 
     Attributes:
         module: the module.
-        algorithm: with its settings.
-        states: of the parameters of which this rank updates any elements.
-        param_groups: as in PyTorch's optimizers, with the `names` of the parameters.
-        streams: of the device, for states in host memory: one batch is copied while the next is computed.
+        algorithm: AdamW or SGD, with its settings.
+        states: states of the parameters of which this rank updates any elements.
+        param_groups: groups as in PyTorch's optimizers, with the `names` of the parameters.
+        streams: streams of the device for states in host memory: one batch is copied while the next is computed.
     """
 
     module: TrainedModule
@@ -86,7 +86,7 @@ class ShardOptimizer(ModuleOptimizer):
         """
         if step is None:
             step = 1 + max((int(state.updates.max()) for state in self.states), default=0)
-        self.module.data_parallel.wait_for_weights()
+        self.module.weights.wait()
         fused = self.module.topology.platform.compiles and all(map(is_fused, self.states))
         if isinstance(scale, Tensor) or (scale != 1.0 and not fused):
             scale_gradients([self.module], scale)
@@ -101,7 +101,7 @@ class ShardOptimizer(ModuleOptimizer):
             torch.cuda.current_stream().wait_stream(stream)
         for state in self.states:
             state.updates.add_(1)
-        self.module.data_parallel.share_weights()
+        self.module.weights.publish()
 
     @override
     def masters(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -111,7 +111,7 @@ class ShardOptimizer(ModuleOptimizer):
 
     @override
     def reload_model_params(self) -> None:
-        self.module.data_parallel.wait_for_weights()
+        self.module.weights.wait()
         for name, shard in self.shards.items():
             weights = self.module.weight(name)
             write_all(shard.master, weights, weights.device)
@@ -142,32 +142,33 @@ class ShardOptimizer(ModuleOptimizer):
     @torch.no_grad()
     def renew_weights(self) -> None:
         """Compute the weights from masters that were loaded."""
-        self.module.data_parallel.wait_for_weights()
+        self.module.weights.wait()
         for state, batch in self._batches:
             if not state.master.are_weights:
                 state.master.write(batch.start, state.master.read(batch.start, batch.stop))
-        self.module.data_parallel.share_weights()
+        self.module.weights.publish()
 
     def _update_fused(self, step: int, scale: float) -> None:
-        device, calls, ends = self.module.topology.platform.device, list[CallRates](), list[Tensor | None]()
-        own = {
-            name: self._segment(self._group_of[name], count)
-            for state in self.states
-            for name, count in zip(state.shards, (state.updates + 1).tolist(), strict=True)
-        }
+        device = self.module.topology.platform.device
+        rates = dict[str, SegmentRates]()
+        for state in self.states:
+            for name, count in zip(state.shards, (state.updates + 1).tolist(), strict=True):
+                rates[name] = self._segment(self._group_by_name[name], count)
+        calls, ends = list[CallRates](), list[Tensor | None]()
         for state, batch in self._fused_batches:
-            (rates, of_rates), group = batch.segments(own), self._group_of[batch.names[0]]
+            segments, segment_ends = batch.segments(rates)
+            group = self._group_by_name[batch.names[0]]
             noise = self._noise(state, batch.names[0], batch.start, step)
             first, second = (1 - beta for beta in group["betas"])
-            calls.append(CallRates(scale, first, second, group["eps"], noise, rates))
-            ends.append(ends_on(device, of_rates))
+            calls.append(CallRates(scale, first, second, group["eps"], noise, segments))
+            ends.append(ends_on(device, segment_ends))
         numbers = numbers_of(calls, device) if calls else ()
         for place, (state, batch) in enumerate(self._fused_batches):
             with self._on(place), tensors_of(state, batch) as tensors:
                 compiled(update_)(*tensors, numbers[place], ends[place])
 
     def _segment(self, group: Mapping[str, Any], count: float) -> SegmentRates:
-        """The rates of a parameter of `group` at its update number `count`."""
+        """Return the rates of a parameter of `group` at its update number `count`."""
         rate = group["lr"]
         if not self.algorithm.kind.moments:
             return SegmentRates(rate)
@@ -175,30 +176,32 @@ class ShardOptimizer(ModuleOptimizer):
         return SegmentRates(rate / first, second**-0.5, 1 - rate * group["weight_decay"])
 
     @cached_property
-    def _group_of(self) -> dict[str, dict[str, Any]]:
+    def _group_by_name(self) -> dict[str, dict[str, Any]]:
         return {name: group for group in self.param_groups for name in group["names"]}
 
     @cached_property
     def _fused_batches(self) -> tuple[tuple[OptimizerState, Batch], ...]:
-        tied, most, streamed = self.module.tied, self._batch_elements, self.algorithm.offload
-        return tuple((each, batch) for each in self.states for batch in batches_of(each, tied, most, streamed=streamed))
+        tied, limit, streamed = self.module.tied, self._batch_elements, self.algorithm.offload
+        return tuple(
+            (state, batch) for state in self.states for batch in batches_of(state, tied, limit, streamed=streamed)
+        )
 
     def _update(self, state: OptimizerState, batch: Batch, step: int) -> None:
         _, gradients = _fp32(state.gradients, batch)
         stored = [state.master, *(state.moments[name] for name in self.algorithm.kind.moments)]
         wholes, (masters, *moments) = zip(*(_fp32(each, batch) for each in stored), strict=True)
-        # Copies: a parameter in several pieces is counted once.
+        # A stack copies the counts, so that the kernel does not count a parameter in several pieces twice.
         counts: Sequence[Tensor] = ()
         if moments:
             stacked = torch.stack([self.shards[name].updates for name in batch.names])
             counts = on_device(stacked, self.module.topology.platform.device).unbind()
         for group in self.param_groups:
-            places = [place for place, name in enumerate(batch.names) if self._group_of[name] is group]
+            places = [place for place, name in enumerate(batch.names) if self._group_by_name[name] is group]
             if not places:
                 continue
 
-            def chosen(of_pieces: Sequence[Tensor], places: list[int] = places) -> list[Tensor]:
-                return [of_pieces[place] for place in places]
+            def chosen(pieces: Sequence[Tensor], places: list[int] = places) -> list[Tensor]:
+                return [pieces[place] for place in places]
 
             if not moments:
                 torch._foreach_add_(chosen(masters), chosen(gradients), alpha=-group["lr"])
@@ -221,19 +224,18 @@ class ShardOptimizer(ModuleOptimizer):
                 maximize=False,
             )
         noise = None if self._is_plain(state) else self._noise(state, batch.names[0], batch.start, step)
-        for draw, numbers, whole in zip((2, 0, 1), stored, wholes, strict=False):  # As the fused update draws.
+        for draw, numbers, whole in zip((2, 0, 1), stored, wholes, strict=False):  # The draws of the fused update.
             if whole is not None:
                 numbers.write(batch.start, whole, noise and replace(noise, number=draw))
 
     @cached_property
     def _batches(self) -> tuple[tuple[OptimizerState, Batch], ...]:
         """The batch of each call of PyTorch's kernel."""
-        tied, most = self.module.tied, self._batch_elements
-        return tuple(
-            (state, batch)
-            for state in self.states
-            for batch in _batches(state.shards, math.inf if self._is_plain(state) else most, tied)
-        )
+        batches = list[tuple[OptimizerState, Batch]]()
+        for state in self.states:
+            limit = math.inf if self._is_plain(state) else self._batch_elements
+            batches += [(state, batch) for batch in _batches(state.shards, limit, self.module.tied)]
+        return tuple(batches)
 
     @property
     def _batch_elements(self) -> int:
@@ -241,26 +243,27 @@ class ShardOptimizer(ModuleOptimizer):
         return batch_elements(sum(shard.stop - shard.start for shard in self.shards.values()))
 
     def _is_plain(self, state: OptimizerState) -> bool:
-        """Whether all numbers are stored in the format, and where, they are computed with."""
-        of_moments = {None if moment.values is None else moment.values.dtype for moment in state.moments.values()}
-        dtypes = {state.gradients.dtype, state.master.dtype} | of_moments
+        """Return whether all numbers are in the format, and on the device, of the computation."""
+        dtypes = {state.gradients.dtype, state.master.dtype}
+        dtypes |= {None if moment.values is None else moment.values.dtype for moment in state.moments.values()}
         return dtypes == {torch.float32} and not self.algorithm.offload
 
     def _noise(self, state: OptimizerState, first: str, start: int, step: int) -> Noise:
-        """The random bits of elements of a state from `start` on, which are in parameter `first`: the same on all ranks
-        that hold them, after a resume, and in batches of any size. Keyed by the name of a stored tensor: parameters are
-        named as torch modules happen to be.
+        """Return the random bits of elements of a state from `start` on, which are in parameter `first`.
+
+        They are the same on all ranks that hold the elements, after a resume, and in batches of any size. The key is
+        the name of a stored tensor, since names of parameters depend on the torch modules.
         """
         name, shard = next(iter(state.shards.items()))
-        name = self.module.own_map[name][0].name
+        name = self.module.local_map[name][0].name
         if first == self.module.tied:
-            # Its copies have other names, and other places, on other stages.
+            # Copies of a tied parameter have other names and places on other stages.
             name, shard = "tied", state.shards[first]
             start += shard.start - shard.at
         return Noise.of(f"{self.algorithm.seed}/{self.module.name}/{name}/{shard.start}/{step}", start)
 
     def _on(self, place: int) -> AbstractContextManager[object]:
-        """Switch to the stream for the batch at `place`."""
+        """Return a context in the stream of the batch at `place`."""
         if not self.streams:
             return nullcontext()
         stream = self.streams[place % len(self.streams)]
@@ -269,8 +272,8 @@ class ShardOptimizer(ModuleOptimizer):
 
 
 def _fp32(numbers: Stored | FlatTensors, batch: Batch) -> tuple[Tensor | None, Sequence[Tensor]]:
-    """Fp32 numbers of a batch, as a whole and of each parameter. Those that several tensors store in fp32 are views of
-    them, to be updated in place, without the whole.
+    """Return fp32 numbers of a batch, as a whole and of each parameter. Numbers that several tensors store in fp32 are
+    views of these, to be updated in place, without the whole.
     """
     flat = numbers.weights if isinstance(numbers, Master) and numbers.are_weights else numbers
     if isinstance(flat, FlatTensors) and flat.dtype == torch.float32:
@@ -279,17 +282,17 @@ def _fp32(numbers: Stored | FlatTensors, batch: Batch) -> tuple[Tensor | None, S
     return whole, whole.split(batch.lengths)
 
 
-def _batches(shards: Mapping[str, OptimizerShard], most: float, tied: str | None) -> Iterator[Batch]:
-    """Cut all elements into pieces, and group these into batches of at most `most` elements. Pieces are the same in all
-    formats, so that the vectors of a kernel end at the same elements. The `tied` parameter is alone: on other stages it
-    has other neighbours, and is rounded alike.
+def _batches(shards: Mapping[str, OptimizerShard], limit: float, tied: str | None) -> Iterator[Batch]:
+    """Cut all elements into pieces, and group these into batches of at most `limit` elements. Pieces are the same in
+    all formats, so that the vectors of a kernel end at the same elements. The `tied` parameter is alone: on other
+    stages it has other neighbours, and must be rounded in the same way.
     """
     names, lengths, start, end = list[str](), list[int](), 0, 0
     for name, shard in shards.items():
         for first in range(shard.start, shard.stop, PIECE):
             size = min(PIECE, shard.stop - first)
             apart = bool(names) and (name == tied) != (names[-1] == tied)
-            if names and (apart or end + size - start > most):
+            if names and (apart or end + size - start > limit):
                 yield Batch(start, end, tuple(names), tuple(lengths))
                 names, lengths, start = [], [], end
             names.append(name)
@@ -302,10 +305,10 @@ def _batches(shards: Mapping[str, OptimizerShard], most: float, tied: str | None
 def build_shard_optimizer(
     module: TrainedModule, algorithm: Algorithm, streams: Sequence[torch.cuda.Stream] = ()
 ) -> ShardOptimizer:
-    """The optimizer of a module of which something trains. `streams`: for states in host memory."""
+    """Build the optimizer of a module of which something trains. `streams`: for states in host memory."""
     states = build_states(module, algorithm)
     groups: dict[tuple[float, float], dict[str, Any]] = {}
-    for name in (each for state in states for each in state.shards):
+    for name in (name for state in states for name in state.shards):
         lr = algorithm.lr(name) if callable(algorithm.lr) else algorithm.lr
         decay = algorithm.weight_decay if module.parameters[name].dim() > 1 else 0.0
         settings = {"lr": lr, "weight_decay": decay, "betas": algorithm.betas, "eps": algorithm.eps}

@@ -1,7 +1,7 @@
 """Master weights and moments of a flat range of each parameter of a module, as the optimizer of this rank stores them.
 
-Those of all weights of one dtype are concatenated, in the order of the gradients' memory, so that they are updated in
-few calls.
+States of all weights of one dtype are concatenated, in the order of the gradients' memory, so that few calls update
+them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ SECOND_MOMENT = "exp_avg_sq"
 
 @dataclass(frozen=True, eq=False)
 class OptimizerShard:
-    """Elements [start, stop) of a flattened parameter, and what an optimizer stores of them.
+    """Elements [start, stop) of a flattened parameter, and the optimizer's state of them.
 
     Attributes:
         start: first element, in the parameter on this rank.
         stop: end of the elements there.
-        at: where they begin in the `OptimizerState`.
+        at: the place of the first one in the `OptimizerState`.
         gradient: a view of the gradient buffer, [stop - start].
         master: the weights that are updated.
         moments: by their names in the state of PyTorch's optimizer.
@@ -50,10 +50,14 @@ class OptimizerShard:
 
 @dataclass(frozen=True, eq=False)
 class OptimizerState:
-    """The states of the weights of one dtype of a module on this rank: `gradients`, `master` and
-    `moments` are those of all `shards`, concatenated.
+    """The states of the weights of one dtype of a module on this rank.
 
-    `updates`: the number of updates of each shard, fp32 [shards] on the host. `shards`: by the names of parameters.
+    Attributes:
+        gradients: gradients of all shards, concatenated.
+        master: masters of all shards, concatenated.
+        moments: moments of all shards, concatenated, by name.
+        updates: the number of updates of each shard, fp32 [shards] on the host.
+        shards: views of these, by the names of parameters.
     """
 
     gradients: FlatTensors
@@ -64,11 +68,12 @@ class OptimizerState:
 
 
 def build_states(module: TrainedModule, algorithm: Algorithm) -> tuple[OptimizerState, ...]:
-    """The states of all trained parameters of which this rank updates any elements, one for each dtype of weights.
-    Moments are zero.
+    """Build the states of all trained parameters of which this rank updates any elements, one for each dtype of
+    weights. Moments are zero.
     """
-    ranges = {name: owned for name, owned in module.data_parallel.owned.items() if owned[0] < owned[1]}
-    gradients, by_dtype = {name: module.gradient(name) for name in ranges}, dict[torch.dtype, list[str]]()
+    ranges = {name: (start, stop) for name, (start, stop) in module.weights.owned.items() if start < stop}
+    gradients = {name: module.gradient(name) for name in ranges}
+    by_dtype = dict[torch.dtype, list[str]]()
     for name in _in_memory_order(gradients):
         by_dtype.setdefault(module.parameters[name].dtype, []).append(name)
 
@@ -78,17 +83,18 @@ def build_states(module: TrainedModule, algorithm: Algorithm) -> tuple[Optimizer
         master = _master(module, algorithm, weights)
         moments = {name: _moment(module, algorithm, sizes, name == SECOND_MOMENT) for name in moment_names}
         updates = torch.zeros(len(names))
-        shards = {
-            name: OptimizerShard(
-                *ranges[name],
-                end - size,
-                gradients[name],
-                master.part(end - size, end),
-                {moment: stored.part(end - size, end) for moment, stored in moments.items()},
-                count,
+        shards = dict[str, OptimizerShard]()
+        for name, size, end, count in zip(names, sizes, accumulate(sizes), updates.unbind(), strict=True):
+            start, stop = ranges[name]
+            shards[name] = OptimizerShard(
+                start=start,
+                stop=stop,
+                at=end - size,
+                gradient=gradients[name],
+                master=master.slice(end - size, end),
+                moments={moment: stored.slice(end - size, end) for moment, stored in moments.items()},
+                updates=count,
             )
-            for name, size, end, count in zip(names, sizes, accumulate(sizes), updates.unbind(), strict=True)
-        }
         return OptimizerState(FlatTensors.of([gradients[name] for name in names]), master, moments, updates, shards)
 
     return tuple(map(build, by_dtype.values()))
@@ -96,16 +102,17 @@ def build_states(module: TrainedModule, algorithm: Algorithm) -> tuple[Optimizer
 
 def _in_memory_order(tensors: Mapping[str, Tensor]) -> list[str]:
     """Sort names of flat tensors by their storages, and by their offsets inside one."""
-    memories: dict[int, int] = {}
-    for tensor in tensors.values():
-        memories.setdefault(tensor.untyped_storage()._cdata, len(memories))
-    return sorted(
-        tensors, key=lambda name: (memories[tensors[name].untyped_storage()._cdata], tensors[name].storage_offset())
-    )
+    storages = dict.fromkeys(tensor.untyped_storage()._cdata for tensor in tensors.values())
+    order = {storage: number for number, storage in enumerate(storages)}
+
+    def place(name: str) -> tuple[int, int]:
+        return order[tensors[name].untyped_storage()._cdata], int(tensors[name].storage_offset())
+
+    return sorted(tensors, key=place)
 
 
 def _master(module: TrainedModule, algorithm: Algorithm, weights: list[Tensor]) -> Master:
-    """Masters that equal the `weights`."""
+    """Create masters that equal the `weights`."""
     flat = FlatTensors.of(weights)
     if flat.dtype == torch.float32 or algorithm.master == "none":
         return Master(flat)
@@ -118,7 +125,7 @@ def _master(module: TrainedModule, algorithm: Algorithm, weights: list[Tensor]) 
 
 
 def _moment(module: TrainedModule, algorithm: Algorithm, sizes: tuple[int, ...], squares: bool) -> Stored:
-    """Zeros for parameters of `sizes`. `squares`: whether it is the second moment."""
+    """Create a moment of zeros for parameters of `sizes`. `squares`: whether it is the second one."""
     size, device = sum(sizes), module.topology.platform.device
     if algorithm.moments == "8bit":
         codes = _zeros(module, algorithm, size, torch.uint8).fill_(code_of_zero(squares))

@@ -1,6 +1,6 @@
-"""What a rank executes schedules with, what it stores of a micro-batch between actions, and what it checks in the first
-step: hidden states of each link and gradients of rows that several ranks need, compared through a store, since ranks
-are not in step. Waits have no time-out of their own: a watchdog ends those that take too long.
+"""Resources with which a rank executes schedules, the state of a micro-batch between actions, and checks of the first
+step: of hidden states of each link, and of gradients of rows that several ranks need. Ranks compare these through a
+store, since they run at different times. Waits have no time-out: a watchdog ends a wait that takes too long.
 """
 
 from __future__ import annotations
@@ -45,10 +45,18 @@ _POLL_S = 0.005
 class RankResources:
     """What a rank executes schedules with.
 
-    `communicators`: of the edges that include this rank, without `check`: the two sides start crossings in different
-    orders. `gathered`: stages that are notified how long gathered weights stay. `optimizer`: begins to sum gradients
-    within the last backward pass of a step. `watch`: measures the seconds of each module, of "boundary" and of
-    "pipeline". `checks`: those of the first step, and of each one's models; None to skip them.
+    Attributes:
+        topology: topology of all modules.
+        graph: its graph.
+        modules: the modules on this rank.
+        communicators: communicators of the edges that include this rank, without `check`: the two sides start crossings
+            in different orders.
+        gathered: stages that are notified how long gathered weights stay.
+        optimizer: begins to sum gradients within the last backward pass of a step.
+        watch: measures the seconds of each module, of "boundary" and of "pipeline".
+        watchdog: ends waits that take too long.
+        timeout_s: seconds that an action may take; None for the topology's.
+        checks: checks of the first step, and of the models in each step; None to skip them.
     """
 
     topology: Topology
@@ -65,7 +73,7 @@ class RankResources:
 
 @dataclass(eq=False)
 class Activation:
-    """A micro-batch in one stage. Where one call computes several, the last of them has what belongs to the call."""
+    """A micro-batch in one stage. If one call computes several, the last of them has what belongs to the call."""
 
     embedded: Tensor | None = None
     """Result of the model's `embed`, until the forward pass."""
@@ -83,8 +91,8 @@ class Activation:
     """State of the generators before a forward pass that will be recomputed."""
     called: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Outputs of a call of several micro-batches, with their graph, until its backward pass."""
-    in_parts: tuple[InChunks, Any] | None = None
-    """Input whose parts run again in the backward pass, and the random state before the first."""
+    in_chunks: tuple[InChunks, Any] | None = None
+    """Input whose chunks run again in the backward pass, and the random state before the first."""
     row_grads: dict[tuple[Edge, int], Tensor] = field(default_factory=dict[tuple[Edge, int], Tensor])
     """Gradients of rows that left, by edge and micro-batch, from `finish` to the backward pass."""
 
@@ -98,11 +106,11 @@ class ReceivedRows:
     @classmethod
     def of(cls, rows: Tensor, names: Sequence[str], requires_grad: bool) -> ReceivedRows:
         """Split rows of several outputs that are side by side, [needed, outputs * width]."""
-        parts = rows.chunk(len(names), dim=1) if len(names) > 1 else [rows]
-        return cls(dict(zip(names, (part.detach().requires_grad_(requires_grad) for part in parts), strict=True)))
+        outputs = rows.chunk(len(names), dim=1) if len(names) > 1 else [rows]
+        return cls({name: out.detach().requires_grad_(requires_grad) for name, out in zip(names, outputs, strict=True)})
 
     def grad(self) -> Tensor:
-        """The gradients, side by side like the rows; zero for unused rows."""
+        """Return the gradients, side by side like the rows; zero for unused rows."""
         grads = [grad_of(leaf) for leaf in self.leaves.values()]
         return grads[0] if len(grads) == 1 else torch.cat(grads, dim=1)
 
@@ -125,7 +133,7 @@ class LiveMicroBatch:
     """A micro-batch on a rank, from its first action to its last."""
 
     batch: MicroBatchInputs
-    """The rank's part, on the device."""
+    """The rank's share, on the device."""
     stages: defaultdict[StageId, Activation] = field(default_factory=partial(defaultdict, Activation))
     """What each stage on the rank stores."""
     crossings: dict[tuple[WorkKind, Edge], Crossing] = field(default_factory=dict[tuple[WorkKind, Edge], Crossing])
@@ -135,7 +143,7 @@ class LiveMicroBatch:
 
 
 def grad_of(leaf: Tensor) -> Tensor:
-    """The gradient of a model's input; zero if unused."""
+    """Return the gradient of a model's input; zero if unused."""
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
@@ -148,7 +156,7 @@ class RunChecks:
         self._turns: Counter[str] = Counter()
 
     def is_new(self, what: str) -> bool:
-        """Whether this is the first call for `what`."""
+        """Return whether this is the first call for `what`."""
         new = what not in self._known
         self._known.add(what)
         return new
@@ -158,17 +166,17 @@ class RunChecks:
         self._store.set(key, json.dumps(what))
 
     def published(self, key: str) -> list[Any]:
-        """Wait for what another rank publishes, and return it."""
+        """Wait for the numbers that another rank publishes, and return them."""
         while not self._store.check([key]):
             time.sleep(_POLL_S)
         return json.loads(self._store.get(key))
 
     def require_fit(self, edge: Edge, plan: LoadedPlan, grads: Tensor) -> None:
-        """Check that gradients of needed rows, [needed, width], are whole or parts, as the plan says, or they would be
-        counted too often or too seldom. Each kind of gradient along an edge is compared until some are not zero. Waits
-        for the other ranks that need the rows. Raises `UserError` on all of these.
+        """Check that gradients of needed rows, [needed, width], are whole or partial as the plan says. Otherwise they
+        would be counted too often or too seldom. Each kind of gradient along an edge is compared until some are not
+        zero. Waits for the other ranks that need the rows. Raises `UserError` on all of these.
         """
-        where = f"{edge} on {plan.copies}, {'parts' if plan.summed else 'whole'}"
+        where = f"{edge} on {plan.copies}, {'partial' if plan.summed else 'whole'}"
         if where in self._known or not can_compare(plan, grads):
             return
         self._turns[where] += 1
@@ -214,31 +222,33 @@ def require_frozen(module: str, stage: int, model: object, inputs: Sequence[Any]
 
 
 def hidden_shape(model: Any, batch: Any) -> Sequence[int]:
-    """The shape of the hidden states that a stage receives."""
+    """Return the shape of the hidden states that a stage receives."""
     if not isinstance(batch, InChunks):
         return model.hidden_shape(batch)
-    each = [model.hidden_shape(chunk) for chunk in batch.chunks]
-    return [sum(shape[0] for shape in each), *each[0][1:]]
+    shapes = [model.hidden_shape(chunk) for chunk in batch.chunks]
+    return [sum(shape[0] for shape in shapes), *shapes[0][1:]]
 
 
-def inputs_of_parts(model: Any, given: InChunks, hidden: Tensor | None) -> list[list[Tensor]]:
-    """The arguments of a stage's model beside each part: its hidden states, as leaves; none on the first stage."""
+def inputs_of_chunks(model: Any, given: InChunks, hidden: Tensor | None) -> list[list[Tensor]]:
+    """Return the arguments of a stage's model beside each chunk: its hidden states, as leaves; none on the first
+    stage.
+    """
     if hidden is None:
         return [[] for _ in given.chunks]
-    lengths = [model.hidden_shape(part)[0] for part in given.chunks]
+    lengths = [model.hidden_shape(chunk)[0] for chunk in given.chunks]
     return [[each.detach().requires_grad_(hidden.requires_grad)] for each in hidden.split(lengths)]
 
 
-def joined_outputs(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The outputs of all parts, one after the other; losses are added up."""
-    joined = {name: torch.cat([outputs[name] for outputs in parts]) for name in parts[0] if name != LOSS}
-    losses = [outputs[LOSS] for outputs in parts if LOSS in outputs]
+def joined_outputs(chunks: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Concatenate the outputs of all chunks; losses are added up."""
+    joined = {name: torch.cat([outputs[name] for outputs in chunks]) for name in chunks[0] if name != LOSS}
+    losses = [outputs[LOSS] for outputs in chunks if LOSS in outputs]
     return joined | ({LOSS: torch.stack(losses).sum()} if losses else {})
 
 
 def wrong_outputs(output: object, expected: Sequence[str], may_have: Sequence[str] = ()) -> str:
-    """Describe what is wrong with the output of a stage. Empty if it is one tensor for the only expected name, or has a
-    tensor by each of the names, and by some of `may_have`.
+    """Describe the fault of a stage's output. Empty if it is one tensor for the only expected name, or has a tensor for
+    each of the names, and for some of `may_have`.
     """
     if isinstance(output, Tensor):
         return "" if len(expected) == 1 else f"outputs {expected[0]}"
@@ -246,4 +256,6 @@ def wrong_outputs(output: object, expected: Sequence[str], may_have: Sequence[st
         return f"a {type(output).__name__}"
     if output.keys() - set(may_have) != set(expected):
         return f"outputs {', '.join(map(str, output))}" if output else "no outputs"
-    return ", ".join(f"{n} of type {type(v).__name__}" for n, v in output.items() if not isinstance(v, Tensor))
+    return ", ".join(
+        f"{name} of type {type(value).__name__}" for name, value in output.items() if not isinstance(value, Tensor)
+    )

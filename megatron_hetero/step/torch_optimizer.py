@@ -17,95 +17,28 @@ from megatron_hetero.step.module import ModuleOptimizer, TrainedModule
 from megatron_hetero.step.wrapped import local
 
 
-class MasterOptimizer(Optimizer):
-    """An optimizer of PyTorch that updates fp32 copies of 16-bit parameters.
+class TorchOptimizer(ModuleOptimizer):
+    """An optimizer of PyTorch for a module.
 
-    PyTorch's checkpoints (`torch.distributed.checkpoint.state_dict`) and schedulers see an optimizer of the parameters
-    themselves, with the copy in the state of each as `master`. `masters`: the copies, by parameter. A step uses their
-    gradients, or if they have none that of the parameter.
+    Attributes:
+        module: the module.
+        masters_by_parameter: fp32 copies of 16-bit parameters, which the optimizer updates in their place.
+        optimizer: the optimizer that `make` returned.
     """
 
-    def __init__(self, parameters: Sequence[Any], make: Callable[[list[Any]], Optimizer]):
-        self.masters: dict[Any, Any] = {p: nn.Parameter(p.detach().float()) for p in parameters if p.element_size() < 4}
-        for p, master in self.masters.items():
-            vars(master).update({key: value for key, value in vars(p).items() if not key.startswith("_")})
-        self.inner = make([self.masters.get(p, p) for p in parameters])
-        of_master = {master: p for p, master in self.masters.items()}
-        groups = [
-            {**group, "params": [of_master.get(p, p) for p in group["params"]]} for group in self.inner.param_groups
-        ]
-        super().__init__(groups, self.inner.defaults)
-
-    @property
-    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The state of each parameter, with its `master`; empty before the first step."""
-        inner, found = self.inner.state, {}
-        for p in chain.from_iterable(group["params"] for group in self.param_groups) if inner else ():
-            master = self.masters.get(p)
-            found[p] = inner[p] if master is None else {**inner[master], "master": master.detach()}
-        return found
-
-    @state.setter
-    def state(self, _: object) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        pass  # PyTorch's class sets it.
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update the copies, and the parameters from them."""
-        _copy_settings(self.param_groups, self.inner.param_groups)
-        for p, master in self.masters.items():
-            if master.grad is None and p.grad is not None:
-                master.grad = p.grad.float()
-        self.inner.step()
-        for p, master in self.masters.items():
-            p.copy_(master)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients of parameters and copies."""
-        super().zero_grad(set_to_none)
-        self.inner.zero_grad()
-
-    def state_dict(self) -> dict[str, Any]:
-        """PyTorch's state, with `master` in that of each 16-bit parameter."""
-        found = self.inner.state_dict()
-        for number, p in enumerate(chain.from_iterable(group["params"] for group in self.param_groups)):
-            if p in self.masters:
-                found["state"][number] = {**found["state"].get(number, {}), "master": self.masters[p].detach()}
-        return found
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Load the state and the copies, and compute the parameters from these."""
-        saved = state_dict["state"]
-        others = {key: {name: v for name, v in own.items() if name != "master"} for key, own in saved.items()}
-        self.inner.load_state_dict({**state_dict, "state": others})
-        _copy_settings(self.inner.param_groups, self.param_groups)
-        keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        own = chain.from_iterable(group["params"] for group in self.param_groups)
-        for key, p in zip(keys, own, strict=True):
-            if p in self.masters:
-                self.masters[p].copy_(saved[key]["master"])
-                p.copy_(self.masters[p])
-
-
-def _copy_settings(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
-    """Copy all of the groups other than their parameters."""
-    for own, other in zip(source, target, strict=True):
-        other.update({name: value for name, value in own.items() if name != "params"})
-
-
-class TorchOptimizer(ModuleOptimizer):
-    """An optimizer of PyTorch for a module. With `masters`, it updates fp32 copies of 16-bit parameters."""
-
     def __init__(self, module: TrainedModule, make: Callable[[list[nn.Parameter]], Optimizer], masters: bool = False):
+        """`make`: returns the optimizer of a list of parameters. `masters`: whether 16-bit parameters get copies."""
         self.module = module
-        own: list[Any] = list(module.trained.values())
-        self.optimizer = MasterOptimizer(own, make) if masters else make(own)
-        self._masters = self.optimizer.masters if isinstance(self.optimizer, MasterOptimizer) else {}
-        self._inner = getattr(self.optimizer, "inner", self.optimizer)
-        names = {id(p): name for name, p in module.parameters.items()}
-        every = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
-        self._names = [names.get(id(p), f"parameter {number}") for number, p in enumerate(every)]
+        narrow = [p for p in module.trained.values() if masters and p.element_size() < 4]
+        self.masters_by_parameter: dict[Any, Any] = {p: nn.Parameter(p.detach().float()) for p in narrow}
+        for p, master in self.masters_by_parameter.items():
+            vars(master).update({key: value for key, value in vars(p).items() if not key.startswith("_")})
+        updated = {name: self.masters_by_parameter.get(p, p) for name, p in module.trained.items()}
+        self.optimizer = make(list(updated.values()))
+        names = {id(p): name for name, p in updated.items()}
+        ordered = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
+        self._names = [names.get(id(p), f"parameter {number}") for number, p in enumerate(ordered)]
+        self._masters_by_name = {name: p for name, p in updated.items() if p is not module.trained[name]}
 
     @override
     def squares(self) -> Tensor:
@@ -114,45 +47,66 @@ class TorchOptimizer(ModuleOptimizer):
     @torch.no_grad()
     @override
     def update(self, scale: float | Tensor, step: int | None = None) -> None:
-        for p, master in self._masters.items():
+        for p, master in self.masters_by_parameter.items():
             master.grad = p.grad.float()
-        used: list[Any] = [self._masters.get(p, p) for p in self.module.trained.values()]
+        used: list[Any] = [self.masters_by_parameter.get(p, p) for p in self.module.trained.values()]
         if isinstance(scale, Tensor) or scale != 1.0:
             torch._foreach_mul_([local(p.grad) for p in used], scale)
         self.optimizer.step()
+        self._copy_masters()
+
+    def _copy_masters(self) -> None:
+        for p, master in self.masters_by_parameter.items():
+            p.copy_(master)
 
     @override
     def zero(self) -> None:
-        for master in self._masters.values():
+        for master in self.masters_by_parameter.values():
             master.grad = None
 
     @override
     def masters(self) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from ((local(p.detach()), local(master.detach())) for p, master in self._masters.items())
+        yield from ((local(p.detach()), local(master.detach())) for p, master in self.masters_by_parameter.items())
 
     @torch.no_grad()
     @override
     def reload_model_params(self) -> None:
-        for p, master in self._masters.items():
+        for p, master in self.masters_by_parameter.items():
             master.copy_(p)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """PyTorch's state by names of parameters; before the first update, with tensors to load into."""
-        if not (updated := any(self._inner.state.values())):
-            _create_states(self._inner)
-        found = self.optimizer.state_dict()
+        """PyTorch's state by names of parameters, with the `master` of each that has one; before the first update, with
+        tensors to load into.
+        """
+        if not (updated := any(self.optimizer.state.values())):
+            _create_states(self.optimizer)
+        by_number = self.optimizer.state_dict()
         if not updated:
-            self._inner.state.clear()
-        state = {self._names[number]: own for number, own in found["state"].items()}
-        groups = [{**group, "params": [self._names[n] for n in group["params"]]} for group in found["param_groups"]]
-        return {"updated": updated, "state": state, "param_groups": groups}
+            self.optimizer.state.clear()
+        states = {self._names[number]: state for number, state in by_number["state"].items()}
+        for name, master in self._masters_by_name.items():
+            states[name] = {**states.get(name, {}), "master": master.detach()}
+        groups = [
+            {**group, "params": [self._names[number] for number in group["params"]]}
+            for group in by_number["param_groups"]
+        ]
+        return {"updated": updated, "state": states, "param_groups": groups}
 
+    @torch.no_grad()
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.optimizer.load_state_dict(dict(state))
+        """Load the state and the masters, and compute the parameters from these."""
+        states = {
+            parameter: {name: value for name, value in values.items() if name != "master"}
+            for parameter, values in state["state"].items()
+        }
+        self.optimizer.load_state_dict({**state, "state": states})
+        for name, master in self._masters_by_name.items():
+            master.copy_(state["state"][name]["master"])
+        self._copy_masters()
         if not state["updated"]:
-            self._inner.state.clear()
+            self.optimizer.state.clear()
 
 
 @torch.no_grad()
@@ -181,7 +135,7 @@ class MegatronOptimizer(ModuleOptimizer):
         with topology.platform.megatron_scope():
             self.optimizer = megatron_optimizer(config, list(ddps), topology.collection(module.name))
         for group in self.optimizer.param_groups:
-            # Without Megatron's own scheduler nothing else applies the multiplier.
+            # Megatron's scheduler would apply the multiplier.
             group["weight_decay"] *= group.get("wd_mult", 1.0)
 
     @property
@@ -189,9 +143,9 @@ class MegatronOptimizer(ModuleOptimizer):
         return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
     def _replicas(self, inner: Any) -> dist.ProcessGroup:
-        """The ranks with the parameters of one of the optimizers: experts have one of their own."""
-        of_experts = any(group.get("is_expert_parallel") for group in inner.param_groups)
-        return self.module.topology.collection(self.module.name).expt_dp if of_experts else self.module.replicas
+        """Return the ranks with the parameters of one of the optimizers: experts have a separate one."""
+        updates_experts = any(group.get("is_expert_parallel") for group in inner.param_groups)
+        return self.module.topology.collection(self.module.name).expt_dp if updates_experts else self.module.replicas
 
     @torch.no_grad()
     @override
@@ -203,16 +157,16 @@ class MegatronOptimizer(ModuleOptimizer):
             self.optimizer.prepare_grads()
         # The distributed optimizer has a share of each gradient, the others have all of it on all replicas.
         counting = [o for o in self._inner if o.config.use_distributed_optimizer or self._replicas(o).rank() == 0]
-        found = [g for o in counting for g in gradients_for_norm(o) if g.numel()]
-        return sum_of_squares([(gradient, 1.0) for gradient in found], self.module.topology.platform.device)
+        gradients = [g for o in counting for g in gradients_for_norm(o) if g.numel()]
+        return sum_of_squares([(gradient, 1.0) for gradient in gradients], self.module.topology.platform.device)
 
     @torch.no_grad()
     @override
     def update(self, scale: float | Tensor, step: int | None = None) -> None:
         name = "decoupled_grad" if self._inner[0].config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
         gradients = [getattr(p, name, None) for o in self._inner for p in o.get_parameters()]
-        if found := [g for g in gradients if g is not None]:
-            torch._foreach_mul_(found, scale)
+        if present := [gradient for gradient in gradients if gradient is not None]:
+            torch._foreach_mul_(present, scale)
         with self.module.topology.platform.megatron_scope():
             self.optimizer.step_with_ready_grads()
 
@@ -223,11 +177,11 @@ class MegatronOptimizer(ModuleOptimizer):
     @override
     def masters(self) -> Iterator[tuple[Tensor, Tensor]]:
         kinds = {"float16_groups": "fp32_from_float16_groups", "shard_float16_groups": "shard_fp32_from_float16_groups"}
-        for each, (weights, masters) in product(self._inner, kinds.items()):
-            pairs = zip(chain(*getattr(each, weights, ())), chain(*getattr(each, masters, ())), strict=True)
-            yield from (
-                (own.detach(), master.detach()) for own, master in pairs if own is not None and master is not None
-            )
+        for inner, (weights, masters) in product(self._inner, kinds.items()):
+            pairs = zip(chain(*getattr(inner, weights, ())), chain(*getattr(inner, masters, ())), strict=True)
+            for weight, master in pairs:
+                if weight is not None and master is not None:
+                    yield weight.detach(), master.detach()
 
     @override
     def reload_model_params(self) -> None:

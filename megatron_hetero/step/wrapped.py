@@ -1,10 +1,10 @@
-"""How ranks share a module that the user has wrapped, or that has no wrapper and an optimizer of PyTorch.
+"""Weights and gradients of a module that the user has wrapped, or that has no wrapper and an optimizer of PyTorch.
 
 wrapper                     gradients after the backward pass          what remains to be done
-none                        of this rank's tokens                      sums over sp, cp and dp
-FSDP2 (`fully_shard`)       shards, their mean over the mesh           times the mesh's ranks; sums over other axes
-PyTorch's DDP               their mean over its group                  times the group's ranks; sums over other axes
-Megatron's DDP              of this rank's tokens, in `main_grad`      its own `finish_grad_sync`
+none                        sums over this rank's tokens               sums over sp, cp and dp
+FSDP2 (`fully_shard`)       shards of the mean over the mesh           times the mesh's ranks; sums over other axes
+PyTorch's DDP               the mean over its group                    times the group's ranks; sums over other axes
+Megatron's DDP              sums over this rank's tokens, `main_grad`  its own `finish_grad_sync`
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from megatron_hetero.groups.platform import Platform
-from megatron_hetero.step.module import DataParallel, Range
+from megatron_hetero.step.gradient_state import GradientState
+from megatron_hetero.step.module import ModuleGradients, ModuleWeights, Range
 
 BUCKET = 1 << 25
 """Elements of one all-reduce: 128 MiB of fp32."""
@@ -38,8 +39,8 @@ def sum_over(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         # Sums of narrow tensors are formed in fp32.
         flat = torch.cat([t.reshape(-1).to(torch.float32 if t.element_size() < 4 else t.dtype) for t in bucket])
         dist.all_reduce(flat, group=group)
-        parts = flat.split([tensor.numel() for tensor in bucket])
-        torch._foreach_copy_(bucket, [part.view_as(t) for part, t in zip(parts, bucket, strict=True)])
+        segments = flat.split([tensor.numel() for tensor in bucket])
+        torch._foreach_copy_(bucket, [values.view_as(t) for values, t in zip(segments, bucket, strict=True)])
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -48,10 +49,10 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     for tensor in tensors:
         if tensor.numel():
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for alike in by_dtype.values():
+    for same_dtype in by_dtype.values():
         bucket: list[Tensor] = []
         size = 0
-        for tensor in alike:
+        for tensor in same_dtype:
             if bucket and size + tensor.numel() > BUCKET:
                 yield bucket
                 bucket, size = [], 0
@@ -62,9 +63,13 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 @torch.no_grad()
 def differ(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
-    """Whether any weights are farther from their masters, on the same device, than rounding is. The host waits."""
-    own = [(weights, master) for weights, master in pairs if weights.device == master.device]
-    flags = [((weights - master).abs() > (master.to(weights.dtype) - master).abs()).any() for weights, master in own]
+    """Return whether any weights are farther from their masters, on the same device, than rounding takes them. The host
+    waits.
+    """
+    comparable = [(weights, master) for weights, master in pairs if weights.device == master.device]
+    flags = [
+        ((weights - master).abs() > (master.to(weights.dtype) - master).abs()).any() for weights, master in comparable
+    ]
     return bool(torch.stack(flags).any()) if flags else False
 
 
@@ -86,64 +91,76 @@ class Remaining:
     Attributes:
         axes: axes along which it is still to be summed.
         groups: their groups of ranks, one after the other.
-        factor: what it is to be multiplied by, since a wrapper has divided it.
-        copies: ranks of the module's stage along sp, cp and dp, and along the axes of the wrapper's mesh, that then
-            have the same elements.
+        factor: factor that undoes a wrapper's division.
     """
 
     axes: tuple[str, ...]
     groups: tuple[dist.ProcessGroup, ...]
     factor: float
-    copies: int
 
 
 @dataclass(frozen=True, eq=False)
-class Wrapped(DataParallel):
-    """Weights and gradients are where the user's wrapper stores them, if there is one.
+class WrappedWeights(ModuleWeights):
+    """Weights that are where the user's wrapper stores them, if there is one.
 
     Attributes:
-        platform: of the topology.
-        remaining: by trained parameter.
-        in_main_grad: parameters whose gradients are in the buffers of Megatron's `DistributedDataParallel`; with its
-            distributed optimizer each rank has the sums of its own share only.
-        ddps: these wrappers.
+        ranks_with_copies: by trained parameter, the ranks of the module's stage along sp, cp and dp, and along the axes
+            of the wrapper's mesh, that have the same elements.
     """
 
-    platform: Platform
-    remaining: Mapping[str, Remaining]
-    in_main_grad: frozenset[str]
-    ddps: tuple[Any, ...]
+    ranks_with_copies: Mapping[str, int]
 
     @override
     def copies(self, name: str) -> int:
-        return self.remaining[name].copies
-
-    @property
-    @override
-    def summed(self) -> Sequence[Tensor]:
-        return [self._gradient(name) for name in self.remaining]
-
-    @property
-    @override
-    def lives_on(self) -> bool:
-        return next(iter(self.remaining), None) in self.in_main_grad
-
-    @property
-    @override
-    def marked(self) -> Any:
-        for name in self.remaining:
-            parameter: Any = self.parameters[name]
-            gradient = parameter.main_grad if name in self.in_main_grad else parameter.grad
-            return None if gradient is None else local(gradient)
-        return None
+        return self.ranks_with_copies[name]
 
     @override
     def stored(self, name: str) -> Range:
         return 0, local(self.parameters[name]).numel()
 
     @override
-    def weights(self, name: str) -> Tensor:
+    def values(self, name: str) -> Tensor:
         return local(self.parameters[name].detach()).view(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class WrappedGradients(ModuleGradients):
+    """Gradients that are where the user's wrapper stores them, if there is one.
+
+    Attributes:
+        state: progress of the gradients in a step.
+        platform: platform of the topology.
+        parameters: the trained parameters, by name.
+        remaining: reductions that wrappers leave to do, by trained parameter.
+        in_main_grad: parameters whose gradients are in the buffers of Megatron's `DistributedDataParallel`; with its
+            distributed optimizer each rank has the sums of its own share only.
+        ddps: these wrappers.
+    """
+
+    state: GradientState
+    platform: Platform
+    parameters: Mapping[str, Any]
+    remaining: Mapping[str, Remaining]
+    in_main_grad: frozenset[str]
+    ddps: tuple[Any, ...]
+
+    @property
+    @override
+    def persistent(self) -> bool:
+        return next(iter(self.parameters), None) in self.in_main_grad
+
+    @property
+    @override
+    def first(self) -> Tensor | None:
+        for name, parameter in self.parameters.items():
+            gradient = parameter.main_grad if name in self.in_main_grad else parameter.grad
+            return None if gradient is None else local(gradient)
+        return None
+
+    @property
+    @override
+    def summed(self) -> Sequence[Tensor]:
+        return [self._gradient(name) for name in self.parameters]
 
     @override
     def accumulated(self, name: str) -> tuple[Tensor, Range]:
@@ -151,10 +168,10 @@ class Wrapped(DataParallel):
         return gradient.view(-1), (0, gradient.numel())
 
     @override
-    def zero_gradients(self, *, set_to_none: bool = True) -> None:
+    def clear(self, *, set_to_none: bool) -> None:
         for ddp in self.ddps:
             ddp.zero_grad_buffer()
-        for parameter in (self.parameters[name] for name in self.remaining):
+        for parameter in self.parameters.values():
             if set_to_none or parameter.grad is None:
                 parameter.grad = None
             else:
@@ -162,16 +179,8 @@ class Wrapped(DataParallel):
 
     @torch.no_grad()
     @override
-    def start_reducing(self) -> Tensor:
-        """Check gradients that no wrapper has reduced, or may be reducing; of others the sums show it."""
-        plain = [n for n, each in self.remaining.items() if n not in self.in_main_grad and each.factor == 1]
-        own = [p.grad for p in map(self.parameters.__getitem__, plain) if p.grad is not None and not is_sharded(p)]
-        extremes = [torch.zeros((), device=self.platform.device), *(torch._foreach_norm(own, math.inf) if own else ())]
-        return torch.stack([each.double() for each in extremes]).isfinite().all().double()
-
-    @torch.no_grad()
-    @override
-    def reduce(self) -> None:
+    def finish(self) -> Tensor:
+        finite = self._are_finite()
         for ddp in self.ddps:
             ddp.finish_grad_sync(force_all_reduce=self.platform.prefers_all_reduce)
         for groups in dict.fromkeys(each.groups for each in self.remaining.values()):
@@ -180,13 +189,27 @@ class Wrapped(DataParallel):
                 sum_over(gradients, group)
         for factor in dict.fromkeys(each.factor for each in self.remaining.values()):
             if factor != 1:
-                own = [self._gradient(name) for name, each in self.remaining.items() if each.factor == factor]
-                torch._foreach_mul_(own, factor)
+                means = [self._gradient(name) for name, each in self.remaining.items() if each.factor == factor]
+                torch._foreach_mul_(means, factor)
+        return finite
+
+    def _are_finite(self) -> Tensor:
+        """Check gradients that no wrapper has reduced, or may be reducing; faults of others show in the sums."""
+        unreduced = [
+            parameter.grad
+            for name, parameter in self.parameters.items()
+            if name not in self.in_main_grad and self.remaining[name].factor == 1 and parameter.grad is not None
+        ]
+        whole = [gradient for gradient in unreduced if not is_sharded(gradient)]
+        extremes = [torch.zeros((), device=self.platform.device)]
+        if whole:
+            extremes += torch._foreach_norm(whole, math.inf)
+        return torch.stack([each.double() for each in extremes]).isfinite().all().double()
 
     @torch.no_grad()
     def _gradient(self, name: str) -> Tensor:
-        """This rank's part of a gradient; zeros if there is none."""
-        parameter: Any = self.parameters[name]
+        """This rank's shard of a gradient; zeros if there is none."""
+        parameter = self.parameters[name]
         if name in self.in_main_grad:
             return parameter.main_grad
         if parameter.grad is None:
@@ -200,10 +223,10 @@ class Wrapped(DataParallel):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a `DTensor`; any other tensor itself."""
+    """Return this rank's shard of a `DTensor`; any other tensor itself."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether this is a `DTensor`."""
+    """Return whether this is a `DTensor`."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")

@@ -1,1 +1,1 @@
-"""The training program: what it builds, its steps, log, evaluations and end."""
+"""The training program: its start, steps, log, evaluations and end."""

@@ -1,5 +1,5 @@
-"""The end of a run. After an error, what was trained is saved; a trained model reaches the disk whatever fails. All
-ranks end with the same message, which says where it is.
+"""The end of a run. After an error, it saves the steps that were trained; a trained model reaches the disk whatever
+fails. All ranks end with the same message, which names the place.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ LEFT_OVER = "trained-model"
 
 @contextmanager
 def saved_at_end(run: Run, request: StopRequest) -> Iterator[Ending]:
-    """Around the steps of a run: save what was trained where a request or an error on all ranks ends them. The error is
-    raised by `Ending.export_and_finish`. Collective.
+    """Run the steps of a run inside, and save what was trained if a request or an error on all ranks ends them.
+    `Ending.export_and_finish` raises the error. Collective.
     """
     ending, waiting = Ending(run), run.trainer.topology.watchdog.waiting
     request.begin()
@@ -52,7 +52,7 @@ class Ending:
 
     def failed(self, error: SharedError) -> int | None:
         """Save what was trained before an error on all ranks, unless the weights may have caused it: a run that resumed
-        from them would fail again. Returns the step after which it stopped the run; None if training was complete.
+        from them would fail again. Returns the step after which the run stopped; None if training was complete.
         """
         run, saver, in_doubt = self._run, self._run.saver, isinstance(error, NotFiniteError)
         run.writer.failed = True
@@ -108,7 +108,7 @@ class Ending:
         return "the same command" if self._config.checkpoint.resume == "auto" else "--checkpoint.resume auto"
 
     def _what_is_saved(self, in_doubt: bool) -> str:
-        """Describe it for the user. `in_doubt`: whether the weights may have caused the failure."""
+        """Describe for the user what is saved. `in_doubt`: whether the weights may have caused the failure."""
         saver, checkpoint = self._run.saver, self._last_checkpoint()
         if in_doubt and checkpoint is not None:
             return (
@@ -161,5 +161,5 @@ class Ending:
 
     def _add_faults(self) -> None:
         """Add metrics that could not be written on any rank."""
-        of_ranks = on_every(self._run.trainer.topology.files, lambda: list(self._run.writer.faults.values()))
-        self._problems += [fault for faults in of_ranks for fault in faults]
+        by_rank = on_every(self._run.trainer.topology.files, lambda: list(self._run.writer.faults.values()))
+        self._problems += [fault for faults in by_rank for fault in faults]

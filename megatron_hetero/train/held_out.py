@@ -1,8 +1,9 @@
 """Loss and exact match of held-out data sets during training, in the layout of training.
 
-Samples take the path of a training step without its backward pass, through loaders and a forward-only schedule of their
-own; the state of training is untouched. Greedy decoding reproduces an answer if and only if, given the answer so far,
-the most likely token at each of its positions is the answer's. So the teacher-forced pass gives the exact match too.
+Samples take the path of a training step without its backward pass, through separate loaders and a forward-only
+schedule; the state of training is untouched. Greedy decoding reproduces an answer if and only if, given the answer so
+far, the most likely token at each of its positions is the answer's. So the teacher-forced pass gives the exact match,
+too.
 """
 
 from __future__ import annotations
@@ -45,8 +46,11 @@ def exact_match(counts: np.ndarray) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class HeldOutEvaluation:
-    """Evaluates held-out data sets every `eval.interval` steps. Every rank has one. `loaders`: by name of the data set;
-    each loads it once, from first sample to last.
+    """Evaluates held-out data sets every `eval.interval` steps. Every rank has one.
+
+    Attributes:
+        run: the run.
+        loaders: a loader of each data set, by name, which loads it once, from the first sample to the last.
     """
 
     run: Run
@@ -67,11 +71,12 @@ class HeldOutEvaluation:
                 yield self._evaluate(step, name)
 
     def _evaluate(self, step: int, name: str) -> EvaluationMetrics:
-        trainer, start, mine, supervised, samples = self.run.trainer, time.perf_counter(), 0.0, 0, 0
-        counts, bad = [], list[BadSample]()
+        trainer, start = self.run.trainer, time.perf_counter()
+        local_loss, supervised, samples = 0.0, 0, 0
+        counts, bad = list[np.ndarray](), list[BadSample]()
         for batch in self._batches(name):
             loss_sum, hits = self._forward(batch)
-            mine += loss_sum
+            local_loss += loss_sum
             counts.append(self._counts(self.loaders[name].dealing.step_samples, batch, hits))
             supervised += batch.supervised
             samples += len(batch.sample_lengths)
@@ -82,7 +87,7 @@ class HeldOutEvaluation:
             raise SharedError.at(where, problem="no supervised token", because=because, fix=fix)
         # In fp64, so that the sum of many batches is as accurate as that of one.
         with trainer.watched(f"the sums over ranks of the evaluation of {name} after step {step}"):
-            total = float(trainer.all_gather([mine if trainer.counts_loss else 0.0]).sum())
+            total = float(trainer.all_gather([local_loss if trainer.counts_loss else 0.0]).sum())
             right, asked = exact_match(trainer.all_reduce(np.concatenate(counts, axis=1)))
         trainer.runner.watch.read()  # Discarded: these times are not part of the next step.
         return EvaluationMetrics(
@@ -131,10 +136,10 @@ class HeldOutEvaluation:
         with the `size` of a full batch. Samples that were left out count nothing.
         """
         counts = np.zeros((2, size), np.int64)
-        for m, of_tokens in hits.items() if self.run.trainer.counts_loss else ():
+        for m, token_hits in hits.items() if self.run.trainer.counts_loss else ():
             text: TextInput = batch.micro_batches[m].inputs[TEXT]
             places = text.samples[text.supervised.numpy()] % size
-            counts += answer_counts(places, of_tokens.cpu().numpy(), size)
+            counts += answer_counts(places, token_hits.cpu().numpy(), size)
         return counts
 
 

@@ -1,6 +1,6 @@
 """Exports the model as a `transformers` folder: parameters stream from their ranks to rank 0, one at a time.
 
-Rank 0 need not hold any of them: the layouts give the ranks that do, which describe each parameter as they send it.
+Rank 0 need not hold any of them: the layouts give the ranks that do, and these describe each parameter as they send it.
 """
 
 from __future__ import annotations
@@ -53,33 +53,45 @@ def export_model(
     writer: Writer = model_writer,
     only: Collection[str] | None = None,
 ) -> None:
-    """Write `target` from the weights of the first replica of each module. Collective; each rank passes its own
-    modules. Rank 0 writes, and only it needs `companions` (see `companions_of`). `transposed`, `source`: see
-    `model_writer`. `writer`: that, or another with the same arguments. `only`: stored tensors that it writes, if not
-    all. Raises `SharedError` if the folder cannot be written; nothing of it is left then.
+    """Write `target` from the weights of the first replica of each module. Collective; each rank passes its modules.
+
+    Args:
+        modules: modules on this rank.
+        shapes: shapes of the model.
+        topology: topology of all modules.
+        target: the folder.
+        companions: see `companions_of`; only rank 0, which writes, needs them.
+        dtype: dtype of the weights.
+        transposed: see `model_writer`.
+        source: see `model_writer`.
+        writer: `model_writer`, or another with the same arguments.
+        only: stored tensors to write; None for all.
+
+    Raises:
+        SharedError: the folder cannot be written; nothing of it is left then.
     """
-    on_first(topology.files, lambda: require_writable(target))  # Before anything is sent.
-    parts, working = gather_parameters(modules, topology, only=only), topology.watchdog.working
+    on_first(topology.files, lambda: require_writable(target))  # Checked before anything is sent.
+    shards, working = gather_parameters(modules, topology, only=only), topology.watchdog.working
 
     def write() -> None:
         try:
             with contextlib.ExitStack() as writing:
                 opened = writer(target, shapes, dtype, companions, transposed=transposed, source=source)
                 put = writing.enter_context(opened)
-                for name, tensor in assemble(parts, stored_shapes(shapes)):
+                for name, tensor in assemble(shards, stored_shapes(shapes)):
                     with working():
                         put(name, tensor)
                 with working():
                     writing.close()
         except Exception as error:
-            deque(parts, maxlen=0)  # Others send regardless.
+            deque(shards, maxlen=0)  # Other ranks still send.
             if isinstance(error, UserError):
                 raise
             problem = f"internal error, the model was not written:\n{traceback.format_exc()}"
             raise UserError(f"{target}: {problem}") from error
 
     if topology.rank != FIRST:
-        deque(parts, maxlen=0)
+        deque(shards, maxlen=0)
     on_first(topology.files, write)
 
 
@@ -89,44 +101,44 @@ def gather_parameters(
     value: Value = TrainedModule.whole_weight,
     only: Collection[str] | None = None,
 ) -> Iterator[OwnedSlices]:
-    """Yield on the writer every parameter of each stage of the first replicas, view by view, from the ranks that have
-    parts of it: what `value` has of it. `only`: stored tensors whose parameters are yielded, if not all. Collective:
-    every rank passes its own modules and exhausts the iterator.
+    """Yield on the writer the `value` of every parameter of each stage of the first replicas, view by view, from the
+    ranks that hold shards of it. `only`: stored tensors whose parameters are yielded; None for all. Collective: every
+    rank passes the modules that it holds, and exhausts the iterator.
     """
-    own = {(module.name, module.view): module for module in modules}
+    local = {(module.name, module.view): module for module in modules}
     for name, layout in topology.layouts.items():
         for stage, view in product(map(layout.stage, range(layout.pp)), layout.every_view):
             holders = stage.groups(*view.shard_axes)[0]
             if topology.rank == FIRST:
-                # In turns: holders have parts of the same stored tensors in the same order.
-                streams = [_from(holder, own.get((name, view)), value, topology, only) for holder in holders]
+                # In turns: holders have shards of the same stored tensors in the same order.
+                streams = [_from(holder, local.get((name, view)), value, topology, only) for holder in holders]
                 yield from chain.from_iterable(zip(*streams, strict=True))
             elif topology.rank in holders:
-                _send(_own_parts(own[name, view], value, only), topology)
+                _send(_local_shards(local[name, view], value, only), topology)
             elif topology.rank in stage:
-                deque(_own_parts(own[name, view], value, only), maxlen=0)
+                deque(_local_shards(local[name, view], value, only), maxlen=0)
 
 
 def _from(
-    holder: int, own: TrainedModule | None, value: Value, topology: Topology, only: Collection[str] | None
+    holder: int, local: TrainedModule | None, value: Value, topology: Topology, only: Collection[str] | None
 ) -> Iterator[OwnedSlices]:
     """Return the parameters of `holder`, on the writer's CPU."""
     if holder != FIRST:
         return _received(holder, topology)
-    assert own is not None, "the writer holds a part of the module"
-    return ((slices, values.cpu()) for slices, values in _own_parts(own, value, only))
+    assert local is not None, "the writer holds a shard of the module"
+    return ((slices, values.cpu()) for slices, values in _local_shards(local, value, only))
 
 
-def _own_parts(module: TrainedModule, value: Value, only: Collection[str] | None) -> Iterator[OwnedSlices]:
+def _local_shards(module: TrainedModule, value: Value, only: Collection[str] | None) -> Iterator[OwnedSlices]:
     """Yield this rank's parameters, except a tied copy that another stage sends."""
-    for name, slices in module.own_map.items():
+    for name, slices in module.local_map.items():
         if name != module.tied_copy and (only is None or any(each.name in only for each in slices)):
             yield slices, value(module, name).detach()
 
 
-def _send(parts: Iterable[OwnedSlices], topology: Topology) -> None:
+def _send(shards: Iterable[OwnedSlices], topology: Topology) -> None:
     send_header = partial(dist.send_object_list, dst=FIRST, group=topology.world, device=topology.platform.device)
-    for slices, values in parts:
+    for slices, values in shards:
         send_header([(slices, tuple(values.shape), values.dtype)])
         dist.send(values.contiguous(), FIRST, group=topology.world)
     send_header([None])
@@ -145,21 +157,21 @@ def _received(holder: int, topology: Topology) -> Iterator[OwnedSlices]:
         yield slices, values.cpu()
 
 
-def assemble(parts: Iterable[OwnedSlices], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
+def assemble(shards: Iterable[OwnedSlices], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
     """Assemble slices into whole stored tensors, and yield each once it is complete."""
     growing: dict[str, Tensor] = {}
     missing: dict[str, int] = {}
     seen: set[tuple[str, Interval, Interval | None]] = set()
-    for slices, values in parts:
+    for slices, values in shards:
         for tensor_slice in slices:
             if tensor_slice.empty or tensor_slice.rectangle in seen:
                 continue
             seen.add(tensor_slice.rectangle)
             shape = torch.Size(shapes[tensor_slice.name])
             whole = growing.setdefault(tensor_slice.name, values.new_empty(shape[0], shape[1:].numel()))
-            part = extract_slice(values, tensor_slice)
-            whole[tensor_slice.source if tensor_slice.columns else tensor_slice.source[0]] = part.view(len(part), -1)
-            missing[tensor_slice.name] = missing.get(tensor_slice.name, shape.numel()) - part.numel()
+            rows = extract_slice(values, tensor_slice)
+            whole[tensor_slice.source if tensor_slice.columns else tensor_slice.source[0]] = rows.view(len(rows), -1)
+            missing[tensor_slice.name] = missing.get(tensor_slice.name, shape.numel()) - rows.numel()
             if missing[tensor_slice.name] == 0:
                 yield tensor_slice.name, growing.pop(tensor_slice.name).view(shape)
     assert not growing, f"weight map leaves holes in {sorted(growing)}"

@@ -33,9 +33,9 @@ from megatron_hetero.checkpoint.resume import lock_folder
 from megatron_hetero.train.metrics import EvaluationMetrics, StepMetrics, Value
 
 MAX_NAMED = 10_000
-"""Bad records that are named."""
+"""Maximum number of bad records that are named."""
 _AFTER_RECORD = b', "where": '
-"""In a line of bad_records.jsonl, what follows data set and number of the record."""
+"""The text that follows data set and number of the record in a line of bad_records.jsonl."""
 
 
 def unwritable(path: Path, error: OSError, setting: str = "log.dir") -> UserError:
@@ -46,8 +46,8 @@ def unwritable(path: Path, error: OSError, setting: str = "log.dir") -> UserErro
 
 
 class LogFolder:
-    """The folder where this run alone writes its configuration and metrics.jsonl, which starts with the lines of
-    `history`. `notes`: for the user.
+    """The folder in which only this run writes, its configuration and metrics.jsonl, which starts with the lines of
+    `history`. `notes`: notes for the user.
     """
 
     def __init__(self, folder: Path, history: str, config: str) -> None:
@@ -81,7 +81,7 @@ class LogFolder:
                 self._named.add(key)
 
     def history(self) -> str:
-        """Return all lines so far, also those that could not be written yet; these alone if the file is unreadable."""
+        """Return all lines so far, also lines that could not be written yet; only these if the file is unreadable."""
         written = b""
         with suppress(OSError):
             written = read_own(self._path)
@@ -98,8 +98,8 @@ def _set_aside(folder: Path, history: bytes, config: bytes) -> Iterator[str]:
     """
     lines, settings = read_own(folder / METRICS), read_own(folder / CONFIG)
     # The last lines of a run whose disk was full are only in its checkpoint; steps after that are trained again.
-    is_own = bool(history) and history.startswith(lines[: len(history)])
-    if (lines or os.path.lexists(folder / BAD_RECORDS)) and not is_own:
+    continues = bool(history) and history.startswith(lines[: len(history)])
+    if (lines or os.path.lexists(folder / BAD_RECORDS)) and not continues:
         moved = [path for pattern in OF_A_RUN for path in sorted(folder.glob(pattern))]
     elif settings and config and settings != config:
         moved = [folder / CONFIG]
@@ -118,7 +118,7 @@ def _not_installed(where: str, name: str, package: str, error: ImportError) -> U
 
 
 class TensorBoard:
-    """Writes event files to `folder`. Of a run whose first `done` steps were trained before, later steps are purged."""
+    """Writes event files to `folder`. If the first `done` steps were trained before, later steps are purged."""
 
     name = "TensorBoard"
 
@@ -145,7 +145,7 @@ class WandB:
     """Logs to a Weights & Biases project, with the configuration of the run. A resumed run continues the W&B run whose
     id an earlier one has left in `folder`. `WANDB_MODE=offline` writes to `folder/wandb` only, for `wandb sync`.
 
-    Steps are a metric of their own (`step`), not W&B's counter, which refuses steps that are trained again.
+    Steps are a separate metric (`step`), since W&B's counter refuses steps that are trained again.
     """
 
     name = "Weights & Biases"
@@ -170,7 +170,7 @@ class WandB:
             self._run.define_metric("*", step_metric="step")
             with replacing(file) as new:
                 new.write_text(f"{self._run.id}\n", encoding="utf-8")
-        except Exception as error:  # Its exceptions share no base class with those of its dependencies.
+        except Exception as error:  # Exceptions of W&B and its dependencies share no base class.
             problem = f"Weights & Biases does not start ({in_short(error)})"
             fix = "run `wandb login`, or set WANDB_MODE=offline, or remove log.wandb"
             raise UserError.at("log.wandb (--log.wandb)", problem=problem, fix=fix) from None
@@ -187,8 +187,8 @@ class WandB:
 class Writer:
     """Receives the output of the training loop, and does nothing with it; a context manager that closes itself.
 
-    `faults`: what could not be written, by what failed. `failed`: whether the run ends with an error, for the trackers;
-    set by an exception that leaves the context too.
+    `faults`: messages about writes that failed, by target. `failed`: whether the run ends with an error, for the
+    trackers; an exception that leaves the context also sets it.
     """
 
     def __init__(self) -> None:
@@ -224,13 +224,20 @@ class Writer:
 
 class MetricsWriter(Writer):
     """Writes the metrics of a run to a folder and the terminal. A failing write does not end the run: it is reported at
-    once, retried if possible, and recorded in `faults` by what failed.
+    once, retried if possible, and recorded in `faults`.
 
-    Files of an earlier run in `folder` are moved to a subfolder. `steps`: of the run; `done`: trained before,
-    with the lines of metrics.jsonl in `history`. `config`: the resolved configuration as YAML, saved with the metrics.
-    `wandb`: the Weights & Biases project to log to. `console`: receives lines and progress; default: standard output.
+    Args:
+        folder: the folder; files of an earlier run in it are moved to a subfolder.
+        steps: number of steps of the run.
+        config: the resolved configuration as YAML, which is saved with the metrics.
+        done: number of steps that were trained before.
+        history: the lines of metrics.jsonl of these steps.
+        tensorboard: whether to write event files for TensorBoard.
+        wandb: the Weights & Biases project to log to, if any.
+        console: receives lines and progress; the default is standard output.
 
-    Raises `UserError` if the folder cannot be written, another run writes there, or a tracker cannot be started.
+    Raises:
+        UserError: the folder cannot be written, another run writes there, or a tracker cannot be started.
     """
 
     def __init__(
@@ -307,7 +314,7 @@ class MetricsWriter(Writer):
         for tracker in tuple(self._trackers):
             try:
                 tracker.log(step, numbers)
-            except Exception as error:  # Theirs share no base class.
+            except Exception as error:  # Exceptions of trackers share no base class.
                 self._trackers.remove(tracker)
                 fix = "free space or restore access for the next run; metrics.jsonl has all steps"
                 problem = f"stopped recording ({in_short(error)})"

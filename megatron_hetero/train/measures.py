@@ -1,4 +1,4 @@
-"""What is measured in a step: model FLOPs utilisation, loads of experts, and profiler traces of chosen steps."""
+"""Measurements of a step: model FLOPs utilisation, loads of experts, and profiler traces of chosen steps."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from megatron_hetero.train.log import unwritable
 
 
 def step_flops(shapes: ModelShapes, frozen: Frozen, batch: StepBatch) -> int:
-    """Return the model FLOPs of a step. Encoders count per patch: most of their work would be missed by the rows that
-    reach the language model.
+    """Return the model FLOPs of a step. Encoders count per patch, since fewer rows than patches reach the language
+    model.
     """
     tokens = {name: encoder.tokens(batch.sizes[name]) for name, encoder in shapes.encoders.items()}
     tokens[TEXT] = Tokens(batch.sample_lengths, supervised=batch.supervised)
-    return sum(frozen.operations(name, shapes, of_module) for name, of_module in tokens.items())
+    return sum(frozen.operations(name, shapes, module_tokens) for name, module_tokens in tokens.items())
 
 
 # Dense bfloat16 operations per second, from the vendors' data sheets. The first entry whose words are all
@@ -62,8 +62,8 @@ _PEAKS = (
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the peak dense bfloat16 operations per second of a device, by the name that its driver reports; None where
-    it is not known, as for CPUs and for slices of a device.
+    """Return the peak dense bfloat16 operations per second of a device, by the name that its driver reports; None if it
+    is not known, as for CPUs and for slices of a device.
     """
     words = device_name.replace("-", " ").upper().split()
     if "MIG" in words:
@@ -85,14 +85,14 @@ def take_loads(modules: Iterable[TrainedModule], topology: Topology, layers: Seq
         if group.size() > 1:
             dist.all_reduce(total, group=group)
     ratios = total.amax(dim=1) / total.double().mean(dim=1).clamp(min=1e-9)
-    found = dict(zip(loads, ratios.tolist(), strict=True))
-    return [found.get(number, 0.0) for number in layers]
+    ratio_by_layer = dict(zip(loads, ratios.tolist(), strict=True))
+    return [ratio_by_layer.get(number, 0.0) for number in layers]
 
 
 class StepProfiler:
     """Traces the steps of `train.profile`, and writes `trace-rankN.json` to `log.dir` after the last one, for Perfetto
-    (ui.perfetto.dev). Ranges are named after the schedule's actions, such as ``text.0.F3``. `settle` waits for what is
-    in flight behind a step.
+    (ui.perfetto.dev). Ranges are named after the schedule's actions, such as ``text.0.F3``. `settle`: waits for
+    collectives that are in flight after a step.
     """
 
     def __init__(self, config: Config, topology: Topology, settle: Callable[[], None]):

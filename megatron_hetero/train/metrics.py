@@ -1,68 +1,36 @@
-"""The metrics of a step and of an evaluation, as records of metrics.jsonl and as lines for the terminal; and what ranks
-exchange for them.
-"""
+"""Metrics of a step and of an evaluation, as records of metrics.jsonl and as lines for the terminal."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from itertools import chain
-from typing import Generic, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-T = TypeVar("T")
-U = TypeVar("U")
 Value = float | int | str | None
 """A metric in a record."""
 _RECORDED_OTHERWISE = ("data_time_s", "boundary_time_s", "stopping", "extra")
 """Attributes of `StepMetrics` that are recorded in another form, or not at all."""
 
 
-@dataclass(frozen=True)
-class StepFigures(Generic[T]):
-    """What ranks exchange of a step: figures of one rank (`T` is float), or of all (`T` is a list by rank).
-
-    `memory`: peak bytes since the start of the run. `stopping`: whether the rank was asked to stop. `padding`,
-    `patch_padding`: tokens and patches of padding; `tokens`, `patches`: of samples. `balance`: addend to the loss that
-    balances experts, not yet divided by supervised tokens. `loads`: of `take_loads`. `runs`: seconds of each run of an
-    encoder.
-    """
-
-    memory: T
-    stopping: T
-    padding: T
-    tokens: T
-    patch_padding: T
-    patches: T
-    balance: T
-    loads: Sequence[T]
-    runs: Mapping[str, Sequence[T]]
-
-    def pack(self) -> list[T]:
-        """Return all figures in one list, as long on every rank."""
-        *numbers, loads, runs = vars(self).values()
-        return [*numbers, *loads, *chain.from_iterable(runs.values())]
-
-    def unpack(self, packed: Iterable[U]) -> StepFigures[U]:
-        """Return the figures, of the same step, that `pack` has put into `packed`."""
-        rest = iter(packed)
-        numbers = [next(rest) for _ in fields(self)[:-2]]
-        loads = [next(rest) for _ in self.loads]
-        runs = {name: [next(rest) for _ in own] for name, own in self.runs.items()}
-        return StepFigures(*numbers, loads=loads, runs=runs)
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """Metrics of one step (from 1), over all ranks.
+    """Metrics of one step, over all ranks.
 
-    `loss`: mean over supervised tokens, in nats; `grad_norm`: over all modules, before clipping; both NaN if nothing
-    was trained, since all samples were skipped. `lr`: of the text module. `tokens`: in all samples, with image tokens,
-    without padding. `skipped_samples`: too long. `peak_memory_bytes`: the most on a rank since the start of the run,
-    before the step's update. `data_time_s`: waited for data. `boundary_time_s`: in which this rank packed or awaited
-    rows; transfers overlap with compute. `mfu`: model FLOPs utilisation, None if the device's peak is unknown.
-    `stopping`: whether a rank was asked to stop, so that all stop after this step; not recorded. `extra`: further
-    values to record, under unused names.
+    Attributes:
+        step: number of the step, from 1.
+        loss: mean over supervised tokens, in nats; NaN if nothing was trained, since all samples were skipped.
+        grad_norm: norm over all modules, before clipping; NaN if nothing was trained.
+        lr: learning rate of the text module.
+        tokens: tokens in all samples, with image tokens, without padding.
+        images: pictures and videos in all samples.
+        step_time_s: time of the step.
+        peak_memory_bytes: maximum over ranks since the start of the run, before the step's update.
+        skipped_samples: samples that were too long.
+        data_time_s: time of the wait for data.
+        boundary_time_s: time in which this rank packed or awaited rows; transfers overlap with compute.
+        mfu: model FLOPs utilisation; None if the device's peak is unknown.
+        stopping: whether a rank was asked to stop, so that all stop after this step; not recorded.
+        extra: further values to record, under unused names.
     """
 
     step: int
@@ -88,12 +56,12 @@ class StepMetrics:
             "data_share": self._per_second(self.data_time_s),
             "boundary_share": self._per_second(self.boundary_time_s),
         }
-        own = {name: value for name, value in vars(self).items() if name not in _RECORDED_OTHERWISE}
-        return {name: _finite(value) for name, value in {**own, **rates, **self.extra}.items()}
+        values = {name: value for name, value in vars(self).items() if name not in _RECORDED_OTHERWISE}
+        return {name: _finite(value) for name, value in {**values, **rates, **self.extra}.items()}
 
     def line(self, steps: int) -> str:
         """Return the line for the terminal, in a run of `steps` steps."""
-        parts = [
+        fields = [
             f"step {self.step:>{len(str(steps))}}/{steps}",
             "nothing trained" if math.isnan(self.loss) else f"loss {self.loss:.4f} | norm {self.grad_norm:.3f}",
             f"lr {self.lr:.2e}",
@@ -104,13 +72,16 @@ class StepMetrics:
             f"boundary {self._per_second(self.boundary_time_s):.0%}",
             f"memory {self.peak_memory_bytes / 2**30:.2f} GiB",
         ]
-        parts += [] if self.mfu is None else [f"MFU {self.mfu:.1%}"]
-        parts += [f"{self.skipped_samples:,} too long"] if self.skipped_samples else []
-        parts += [f"{self.extra['bad_samples']:,} bad"] if self.extra.get("bad_samples") else []
-        return " | ".join(parts)
+        if self.mfu is not None:
+            fields.append(f"MFU {self.mfu:.1%}")
+        if self.skipped_samples:
+            fields.append(f"{self.skipped_samples:,} too long")
+        if self.extra.get("bad_samples"):
+            fields.append(f"{self.extra['bad_samples']:,} bad")
+        return " | ".join(fields)
 
     def _per_second(self, amount: float) -> float:
-        """Return an amount of the step as a rate, and seconds as a share of its time; 0 where no time passed."""
+        """Return an amount of the step as a rate, and seconds as a share of its time; 0 if no time passed."""
         return amount / self.step_time_s if self.step_time_s > 0 else 0.0
 
 
@@ -118,8 +89,8 @@ class StepMetrics:
 class EvaluationMetrics:
     """Metrics of one held-out data set after one step (from 1), over all ranks.
 
-    `loss`: mean over all supervised tokens, in nats. `exact_match`: share of the samples `asked`, those with a
-    supervised token, whose answer greedy decoding would reproduce exactly. `samples`: without those skipped as too long
+    `loss`: mean over all supervised tokens, in nats. `asked`: samples with a supervised token. `exact_match`: share of
+    these whose answer greedy decoding would reproduce exactly. `samples`: all samples except those skipped as too long
     or bad. `bad`: see `bad_counts`.
     """
 
@@ -135,12 +106,12 @@ class EvaluationMetrics:
 
     @property
     def values(self) -> dict[str, Value]:
-        """Numbers by name; those that are not finite are None."""
-        own = {name: value for name, value in vars(self).items() if name not in ("step", "dataset", "bad")}
-        return {name: _finite(value) for name, value in {**own, **self.bad}.items()}
+        """Numbers by name; None for numbers that are not finite."""
+        values = {name: value for name, value in vars(self).items() if name not in ("step", "dataset", "bad")}
+        return {name: _finite(value) for name, value in {**values, **self.bad}.items()}
 
     def record(self) -> dict[str, Value]:
-        """Return the record for metrics.jsonl, which has a line of its own."""
+        """Return the record for metrics.jsonl, a separate line."""
         return {"step": self.step, "eval_dataset": self.dataset} | {f"eval_{n}": v for n, v in self.values.items()}
 
     def line(self, steps: int) -> str:

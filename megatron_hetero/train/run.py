@@ -21,12 +21,12 @@ from megatron_hetero.train.log import Writer
 from megatron_hetero.train.trainer import Trainer
 
 ALLOWED_BAD = 10
-"""Bad samples that no share forbids."""
+"""Bad samples that are allowed whatever share of the samples they are."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Run:
-    """A run on one rank: what it trains, from which data, and where results go."""
+    """A run on one rank: its trainer, its data, and the writers of its results."""
 
     trainer: Trainer
     inputs: Inputs
@@ -49,17 +49,17 @@ class Run:
             with self.trainer.watched(f"the data of step {step}"):
                 batch = next(batches)
             in_a_row = 0 if batch.sample_lengths else in_a_row + batch.skipped + len(batch.bad)
-            if in_a_row >= min(len(self.loader.mixture), everything):  # The whole mixture, or the whole run.
+            if in_a_row >= min(len(self.loader.mixture), everything):  # All samples of the mixture, or of the run.
                 what = f"longer than {data.max_seq_length} tokens" + (" or bad" if batch.bad else "")
                 problem = f"all of {in_a_row} samples in a row are {what} and were skipped"
                 where, fix = "data.max_seq_length (--data.max_seq_length)", "raise it, or lower data.max_pixels"
-                fix = f"mend the records in {BAD_RECORDS} of log.dir, or {fix}" if batch.bad else fix
+                fix = f"correct the records in {BAD_RECORDS} of log.dir, or {fix}" if batch.bad else fix
                 raise SharedError.at(f"{where}, step {step}", problem=problem, fix=fix)
             yield step, batch, time.perf_counter() - start
 
     def checked(self, batches: Iterable[StepBatch], when: str) -> Iterator[StepBatch]:
-        """Yield the batches, their bad records named in the log folder. Raises `SharedError`, on every rank, once too
-        many of the samples are bad. `when` they were drawn, for the message.
+        """Yield the batches, after naming bad records in the log folder. `when`: when samples were drawn, for the
+        message. Raises `SharedError`, on every rank, once too many of the samples are bad.
         """
         bad, drawn, share = 0, 0, self.trainer.job.config.data.max_bad_share
         for batch in batches:
@@ -68,7 +68,7 @@ class Run:
                 self.writer.write_bad(batch.bad)
             if batch.bad and bad > max(ALLOWED_BAD, share * drawn):
                 where, found = "data.max_bad_share (--data.max_bad_share)", f"{bad} bad samples of {drawn} {when}"
-                fix = f"mend the records in {BAD_RECORDS} of log.dir, such as `{batch.bad[-1].message}`, or raise it"
+                fix = f"correct the records in {BAD_RECORDS} of log.dir, such as `{batch.bad[-1].message}`, or raise it"
                 raise SharedError.at(where, found=found, expected=f"at most {share} of them, or {ALLOWED_BAD}", fix=fix)
             yield batch
 
@@ -96,8 +96,7 @@ class Run:
 def stretches(first: int, last: int, interval: int) -> Iterator[tuple[int, int]]:
     """Yield the steps from `first` to `last` in stretches that end at multiples of `interval`; one if that is 0.
 
-    An evaluation after a stretch reads through the same process groups as the steps, none of which may be loading
-    meanwhile.
+    An evaluation after a stretch uses the process groups that load steps, so that no step may be loading meanwhile.
     """
     while first <= last:
         end = last if interval == 0 else min(last, -(-first // interval) * interval)
@@ -106,19 +105,20 @@ def stretches(first: int, last: int, interval: int) -> Iterator[tuple[int, int]]
 
 
 def describe(trainer: Trainer) -> Table:
-    """Return a table of modules, layouts, ranks, and the most parameters on a rank. Collective."""
+    """Return a table of modules, layouts, ranks, and the largest number of parameters on a rank. Collective."""
     model = trainer.job.config.model
     table = Table(title=f"{model.hf_path} in {model.dtype} on {trainer.topology.platform.device.type}")
     for column in ("module", "layout", "ranks", "parameters per rank", "trained per rank", "activations over tp"):
         table.add_column(column, justify="right" if "per rank" in column else "left")
     for name, layout in trainer.topology.layouts.items():
-        held, trained = trainer.all_gather(_parameters(trainer, name)).max(dim=0).values.long().tolist()
+        stored, trained = trainer.all_gather(_parameters(trainer, name)).max(dim=0).values.long().tolist()
         over_tp = "-" if layout.tp == 1 else "sharded" if trainer.job.sequence_parallel[name] else "whole"
-        table.add_row(name, layout.degrees_text, layout.ranks_text, f"{held:,}", f"{trained:,}", over_tp)
+        table.add_row(name, layout.degrees_text, layout.ranks_text, f"{stored:,}", f"{trained:,}", over_tp)
     return table
 
 
 def _parameters(trainer: Trainer, name: str) -> tuple[int, int]:
     """Return the number of elements of this rank's parameters of a module, and of its trained parameters."""
-    own = [p for module in trainer.optimizer.modules if module.name == name for p in module.parameters.values()]
-    return sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)
+    views = (module for module in trainer.optimizer.modules if module.name == name)
+    parameters = [p for view in views for p in view.parameters.values()]
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)

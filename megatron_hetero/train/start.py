@@ -1,11 +1,11 @@
-"""The start of a run: groups, modules and optimizers are built, the state is resumed, the log opened."""
+"""The start of a run: builds modules and optimizers, resumes the state, and opens the log."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -29,13 +29,11 @@ from megatron_hetero.schedule.contract import ModuleOnRank
 from megatron_hetero.step.algorithms import SGD, AdamW, Algorithm
 from megatron_hetero.step.family_module import build_module
 from megatron_hetero.step.joint import JointOptimizer
-from megatron_hetero.step.module import ModuleOptimizer, TrainedModule
-from megatron_hetero.step.optimizer import build_shard_optimizer
+from megatron_hetero.step.library_optimizers import join_optimizers
+from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.train.inputs import Inputs
 from megatron_hetero.train.log import MetricsWriter, Writer
 from megatron_hetero.train.trainer import Trainer
-
-T = TypeVar("T")
 
 
 def prepare(job: JobSpec, platform: Platform) -> None:
@@ -49,43 +47,30 @@ def prepare(job: JobSpec, platform: Platform) -> None:
 def build_modules(
     job: JobSpec, topology: Topology, weights: Mapping[str, WeightSource], *, check: bool = True
 ) -> tuple[TrainedModule, ...]:
-    """Build this rank's parts of modules, with `weights` by module. `check`: whether ranks agree to compile. Raises
-    `UserError`.
+    """Build this rank's stages of all modules, with `weights` by module. `check`: whether ranks agree to compile.
+    Raises `UserError`.
     """
     if check:
         with topology.watchdog.waiting(lambda: "the first kernels that all other ranks compile"):
             topology.platform.agree_to_compile(topology.files)
     topology.platform.leave_headroom()
 
-    def build_own() -> tuple[TrainedModule, ...]:
+    def build() -> tuple[TrainedModule, ...]:
         if job.config.model.compile == "layers":
             require_compiler(topology.platform.device)
         here = [module for name, module in job.modules.items() if topology.has(name)]
         return tuple(view for module in here for view in build_module(module, topology, weights[module.name]))
 
-    return _on_all(topology, build_own)
+    # If a fault is found on one rank only, all ranks leave with its error.
+    with topology.watchdog.waiting(lambda: "the weights of all other ranks"):
+        return all_or_none(topology.files, build, topology.watchdog.working)
 
 
 def build_optimizer(job: JobSpec, topology: Topology, modules: Sequence[TrainedModule]) -> JointOptimizer:
-    """Build the optimizer of this rank's parts of modules, each by its own record. Raises `UserError`."""
-    streamed = any(job.modules[module.name].settings.offload.states for module in modules)
-
-    def build_own() -> JointOptimizer:
-        streams = topology.platform.side_streams(2) if streamed else ()
-        optimizers: dict[str, ModuleOptimizer] = {
-            module.key: build_shard_optimizer(module, _algorithm(job, job.modules[module.name]), streams)
-            for module in modules
-            if module.trained
-        }
-        return JointOptimizer(topology, modules, optimizers, job.config.optimizer.clip_grad)
-
-    return _on_all(topology, build_own)
-
-
-def _on_all(topology: Topology, build: Callable[[], T]) -> T:
-    """Return what is built. A rank may be the only one to find what is wrong: all of them leave, and one says why."""
-    with topology.watchdog.waiting(lambda: "the weights of all other ranks"):
-        return all_or_none(topology.files, build, topology.watchdog.working)
+    """Build the optimizer of this rank's modules, each by its own record. Collective. Raises `UserError`."""
+    algorithms = {name: _algorithm(job, module) for name, module in job.modules.items()}
+    with topology.watchdog.waiting(lambda: "the optimizers of all other ranks"):
+        return join_optimizers(topology, modules, algorithms, job.config.optimizer.clip_grad)
 
 
 def _algorithm(job: JobSpec, module: ModuleJob) -> Algorithm:
@@ -106,16 +91,18 @@ def _algorithm(job: JobSpec, module: ModuleJob) -> Algorithm:
 
 def on_rank(job: JobSpec, modules: Sequence[TrainedModule]) -> dict[str, ModuleOnRank]:
     """Return the stages of this rank's modules, as a `Runner` takes them."""
-    found = {}
+    stages_by_module = dict[str, ModuleOnRank]()
     for module in modules:
-        stages, row = dict(zip(module.stages, module.chunks, strict=True)), job.modules[module.name]
-        found[module.name] = ModuleOnRank(stages, row.role == TEXT and 0 in stages, row.passes_gradients)
-    return found
+        stages = dict(zip(module.stages, module.chunks, strict=True))
+        row = job.modules[module.name]
+        embeds = row.role == TEXT and 0 in stages
+        stages_by_module[module.name] = ModuleOnRank(stages, embeds, row.passes_gradients)
+    return stages_by_module
 
 
 def resume_run(trainer: Trainer, inputs: Inputs) -> tuple[Resumed, Writer, Saver]:
-    """Resume from a checkpoint if there is one, and open the log. Collective, and the last that ranks wait for before
-    the first step. Raises `UserError`, before anything is written.
+    """Resume from a checkpoint if there is one, and open the log. Collective; ranks wait for each other here for the
+    last time before the first step. Raises `UserError`, before anything is written.
     """
     config, topology, watchdog = trainer.job.config, trainer.topology, trainer.topology.watchdog
     if topology.rank == FIRST:
@@ -146,8 +133,8 @@ def _require_trained_projector(job: JobSpec, resumed: Resumed) -> None:
     """Check that all of a fresh projector is trained, in this run or before. Raises `UserError`."""
     frozen = [name for name in own_projectors(job.shapes) if name in job.frozen.tensors]
     if resumed.step == 0 and job.folders.fresh_projector and frozen:
-        part = next(part for part, names in tensors_by_subset(job.shapes).items() if frozen[0] in names)
-        which = part if not job.frozen.trains(part) else f"{part} ({listed(frozen)})"
+        subset = next(subset for subset, names in tensors_by_subset(job.shapes).items() if frozen[0] in names)
+        which = subset if not job.frozen.trains(subset) else f"{subset} ({listed(frozen)})"
         where = "model.train" if job.config.model.train else "model.freeze"
         problem = f"{which} is frozen, but starts with random weights"
         because = "model.fresh_projector is set, or the folder's projector does not match the language model"

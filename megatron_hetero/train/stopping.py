@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: noted on arrival, agreed on at the end of a step."""
+"""Signals that ask a run to stop: a rank notes them on arrival, and all ranks agree at the end of a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 class StopRequest:
-    """True once this rank was asked to stop. `seen`: the first signal that asked for it."""
+    """True once this rank was asked to stop. `seen`: the first signal to stop."""
 
     def __init__(self) -> None:
         self.seen: signal.Signals | None = None
@@ -75,7 +75,7 @@ def stop_requests(wanted: bool = True) -> Iterator[StopRequest]:
             request.start()
         yield request
     except Exception as error:
-        # torchrun ends the remaining ranks when one has died. That was reported; nobody waits for this rank.
+        # torchrun ends the remaining ranks when one has died. It has reported that; nobody waits for this rank.
         if request.seen is signal.SIGTERM and is_lost_peer(error):
             leave("", FAILED)
         raise

@@ -24,23 +24,28 @@ from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.axes import EXPERTS
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.schedule.contract import StepResult, chunks_of
-from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.step.algorithms import learning_rate
 from megatron_hetero.step.execution import SUMS
 from megatron_hetero.step.gradients import GradientSummary, clip_factor, require_finite
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.runner import Runner
 from megatron_hetero.train.measures import StepProfiler, peak_flops, step_flops, take_loads
-from megatron_hetero.train.metrics import StepFigures, StepMetrics
+from megatron_hetero.train.metrics import StepMetrics
 
 Laps = Mapping[str, Sequence[float]]
-"""Seconds of this rank's runs of each module, and of rows at boundaries."""
+"""Seconds of this rank's runs of each module, and of crossings at boundaries."""
 
 
 @dataclass(frozen=True, eq=False)
 class Trainer:
-    """Trains the parts of modules that a rank has, step by step. `optimizer`: of those parts, encoders first; `runner`:
-    of their stages.
+    """Trains the modules on this rank, step by step.
+
+    Attributes:
+        job: modules, batches and schedules.
+        topology: topology of all modules.
+        optimizer: optimizer of the modules on this rank, encoders first.
+        runner: executes their stages.
+        profiler: traces chosen steps.
     """
 
     job: JobSpec
@@ -50,15 +55,16 @@ class Trainer:
     profiler: StepProfiler
 
     def train_step(self, step: int, batch: StepBatch, waited: float = 0.0, stop: object = False) -> StepMetrics:
-        """Run forward, backward, and update; nothing is updated where all samples were left out. `waited`: seconds that
-        the batch was waited for. `stop`: true, at the end of the step, where this rank was asked to stop. Raises
-        `SharedError` before the update where the loss or a gradient is NaN or infinite.
+        """Run forward, backward, and update; nothing is updated if all samples were left out.
+
+        `waited`: seconds of the wait for the batch. `stop`: true, at the end of the step, if this rank was asked to
+        stop. Raises `SharedError` before the update if the loss or a gradient is NaN or infinite.
         """
         start = time.perf_counter() - waited
         if batch.sample_lengths and batch.supervised == 0:
             raise SharedError(
                 f"step {step}: found no supervised token in the global batch, expected some, because the loss "
-                f"divides by their number; raise the batch size, or mend the data"
+                f"divides by their number; raise the batch size, or correct the data"
             )
         with self.profiler.step(step):
             if batch.sample_lengths:
@@ -80,14 +86,14 @@ class Trainer:
         result = self._run(batch)
         summary = self._summed(result)
         self._refuse_faults(step, summary)
-        # Whoever has read the summary has waited for all that was measured.
+        # The summary has been read, so that all measured work has ended.
         laps = self.runner.watch.read()
         norm = summary.norm / batch.supervised
         factor = clip_factor(norm, self.job.config.optimizer.clip_grad) / batch.supervised
         with self.watched(f"the update of step {step}"):
             # Before weights are gathered: the host would wait for these, and the next step's kernels for the host.
-            own = self._figures(batch, laps, stop, result)
-            metrics = self._metrics(step, batch, laps, own, summary.loss_sum / batch.supervised, norm)
+            figures = self._figures(batch, laps, stop, result)
+            metrics = self._metrics(step, batch, laps, figures, summary.loss_sum / batch.supervised, norm)
             self._update(step, factor)
         return metrics
 
@@ -137,17 +143,27 @@ class Trainer:
         require_finite(f"step {step}", summary.faults, fix)
 
     def _metrics(
-        self, step: int, batch: StepBatch, laps: Laps, own: StepFigures[float], loss: float = nan, norm: float = nan
+        self,
+        step: int,
+        batch: StepBatch,
+        laps: Laps,
+        figures: Mapping[str, float],
+        loss: float = nan,
+        norm: float = nan,
     ) -> StepMetrics:
-        """Return the metrics of a step but for its time. All ranks exchange their `own` figures, once, before they
-        update; the host waits for it.
+        """Return the metrics of a step without its time. All ranks exchange their `figures`, once, before they update;
+        the host waits for it.
         """
-        of_all = own.unpack(self.all_gather(own.pack()).T.tolist())
-        layers, layouts = self.job.shapes.text.architecture.layers_in(EXPERTS.name), self.topology.layouts
-        loads = {number: max(load) for number, load in zip(layers, of_all.loads, strict=True)}
+        columns = self.all_gather(list(figures.values())).T.tolist()
+        by_rank: dict[str, list[float]] = dict(zip(figures, columns, strict=True))
         encoders, balanced = self.job.shapes.encoders, self.job.balance and batch.supervised
+        loads = {number: max(by_rank[f"load {number}"]) for number in self._expert_layers}
         pieces = [(encoders[name], size) for name, sizes in batch.sizes.items() for size in sizes]
-        rounds = [[run[rank] for rank in layouts[name].ranks] for name, runs in of_all.runs.items() for run in runs]
+        rounds = [
+            [by_rank[f"{name} run {number}"][rank] for rank in self.topology.layouts[name].ranks]
+            for name, count in self._run_counts(batch).items()
+            for number in range(count)
+        ]
         return StepMetrics(
             step=step,
             loss=loss,
@@ -156,32 +172,33 @@ class Trainer:
             tokens=batch.tokens,
             images=len(pieces),
             step_time_s=0.0,
-            peak_memory_bytes=int(max(of_all.memory)),
+            peak_memory_bytes=int(max(by_rank["memory"])),
             skipped_samples=batch.skipped,
             boundary_time_s=sum(laps.get("boundary", [])),
-            stopping=bool(max(of_all.stopping)),
+            stopping=bool(max(by_rank["stopping"])),
             extra={
                 "patches": sum(sum(shape.sequences(size)) for shape, size in pieces),
                 "supervised_tokens": batch.supervised,
                 **bad_counts(batch.bad),
                 "encoder_idle_share": idle_share(*rounds),
                 "encoder_idle_share_predicted": idle_share(*batch.encoder_loads),
-                "encoder_padding_share": _share(sum(of_all.patch_padding), sum(of_all.patches)),
+                "encoder_padding_share": _share(sum(by_rank["patch padding"]), sum(by_rank["patches"])),
                 "text_idle_share_predicted": idle_share(*batch.text_loads),
-                "text_padding_share": _share(sum(of_all.padding), sum(of_all.tokens)),
+                "text_padding_share": _share(sum(by_rank["padding"]), sum(by_rank["tokens"])),
                 **self._filled(batch),
                 **({"expert_load": max(loads.values())} if loads else {}),
                 **{f"expert_load_{number}": load for number, load in loads.items()},
-                **({"balance_loss": sum(of_all.balance) / batch.supervised} if balanced else {}),
+                **({"balance_loss": sum(by_rank["balance loss"]) / batch.supervised} if balanced else {}),
             },
         )
 
-    def _figures(self, batch: StepBatch, laps: Laps, stop: object, result: StepResult | None) -> StepFigures[float]:
-        """Return this rank's figures of a step; `result` is None if nothing was trained. Collective over each stage of
-        the text module.
+    def _figures(self, batch: StepBatch, laps: Laps, stop: object, result: StepResult | None) -> dict[str, float]:
+        """Return this rank's figures of a step, with the same names on all ranks: peak bytes, whether it was asked to
+        stop, tokens and patches of samples and of padding, the term of the loss that balances experts, loads of experts
+        and seconds of each run of an encoder. `result`: None if nothing was trained. Collective over each stage of the
+        text module.
         """
-        encoders, layers = self.job.shapes.encoders, self.job.shapes.text.architecture.layers_in(EXPERTS.name)
-        schedule = self.job.schedule_of(len(batch.micro_batches))
+        encoders, layers = self.job.shapes.encoders, self._expert_layers
         inputs = [each for micro_batch in batch.micro_batches for each in micro_batch.inputs.items()]
         texts = [text for name, text in inputs if name == TEXT]
         chunks = [chunk for name, given in inputs if name in encoders for chunk in chunks_of(given)]
@@ -189,26 +206,40 @@ class Trainer:
         tokens = sum(text.positions.shape[1] for text in texts)
         patch_padding = sum(chunk.padding for chunk in embedded)
         sums = result.metrics.get(TEXT, {}) if result is not None and self.counts_loss else {}
-        return StepFigures(
-            memory=float(self.topology.platform.peak_memory_bytes()),
-            stopping=float(bool(stop)),
-            padding=float(sum(len(text.tokens) for text in texts) - tokens),
-            tokens=float(tokens),
-            patch_padding=float(patch_padding),
-            patches=float(sum(len(each.patches) for each in embedded) - patch_padding),
-            balance=float(sums.get("balance_loss", 0.0)),
-            loads=take_loads(self.optimizer.modules, self.topology, layers),
-            runs={name: self._runs(schedule, name, laps.get(name, ())) for name in encoders},
-        )
+        figures = {
+            "memory": float(self.topology.platform.peak_memory_bytes()),
+            "stopping": float(bool(stop)),
+            "padding": float(sum(len(text.tokens) for text in texts) - tokens),
+            "tokens": float(tokens),
+            "patch padding": float(patch_padding),
+            "patches": float(sum(len(each.patches) for each in embedded) - patch_padding),
+            "balance loss": float(sums.get("balance_loss", 0.0)),
+        }
+        for number, load in zip(layers, take_loads(self.optimizer.modules, self.topology, layers), strict=True):
+            figures[f"load {number}"] = load
+        for name, count in self._run_counts(batch).items():
+            seconds = laps.get(name, ())
+            for number in range(count):
+                figures[f"{name} run {number}"] = seconds[number] if number < len(seconds) else 0.0
+        return figures
 
-    def _runs(self, schedule: Schedule, encoder: str, seconds: Sequence[float]) -> list[float]:
-        """Return the seconds of each run of an encoder in a step, forward and backward; 0 where a rank has none."""
-        role = schedule.roles[schedule.role_index[self.topology.layouts[encoder].ranks[0]]]
-        count = sum(action.op == "run" and action.module == encoder for action in role.actions)
-        return [*seconds, *[0.0] * (count - len(seconds))]
+    @property
+    def _expert_layers(self) -> Sequence[int]:
+        """Numbers of the layers of the text module with experts."""
+        return self.job.shapes.text.architecture.layers_in(EXPERTS.name)
+
+    def _run_counts(self, batch: StepBatch) -> dict[str, int]:
+        """Return how often each encoder runs in a step, forward and backward."""
+        schedule, counts = self.job.schedule_of(len(batch.micro_batches)), dict[str, int]()
+        for name in self.job.shapes.encoders:
+            role = schedule.roles[schedule.role_index[self.topology.layouts[name].ranks[0]]]
+            counts[name] = sum(action.op == "run" and action.module == name for action in role.actions)
+        return counts
 
     def _filled(self, batch: StepBatch) -> dict[str, float | int]:
-        """Return, with a token budget, the share of it that the step's packs fill, and the number of micro-batches."""
+        """Return the share of a token budget that packs fill, and the number of micro-batches; nothing without a
+        budget.
+        """
         budget, count = self.job.budget, len(batch.micro_batches)
         if budget is None:
             return {}
@@ -216,21 +247,21 @@ class Trainer:
         return {"budget_share": batch.tokens / (packs * budget.tokens), "micro_batches": count}
 
     def on_any_rank(self, flag: object) -> bool:
-        """Return whether `flag` is true on at least one rank; the same on each."""
+        """Return on each rank whether `flag` is true on at least one."""
         with self.watched("the question whether any rank was asked to stop"):
             return bool(self.all_gather([float(bool(flag))]).max())
 
     def wait_for_all(self, what: str) -> None:
-        """Wait until all ranks have come here, however long they work. `what` describes the wait."""
+        """Wait until all ranks have called this, however long they work. `what` describes the wait."""
         with self.topology.watchdog.waiting(lambda: what):
             on_every(self.topology.host, lambda: None)
 
     def all_gather(self, numbers: Sequence[float]) -> torch.Tensor:
-        """Return all ranks' numbers, fp64 [ranks, numbers] on the host; each rank passes as many."""
-        mine = on_device(torch.tensor(numbers, dtype=torch.float64), self.topology.platform.device)
-        everyone = mine.new_empty(self.topology.world_size * len(mine))
-        dist.all_gather_into_tensor(everyone, mine, group=self.topology.world)
-        return everyone.view(self.topology.world_size, -1).cpu()
+        """Return all ranks' numbers, fp64 [ranks, numbers] on the host; each rank passes the same number of them."""
+        local = on_device(torch.tensor(numbers, dtype=torch.float64), self.topology.platform.device)
+        gathered = local.new_empty(self.topology.world_size * len(local))
+        dist.all_gather_into_tensor(gathered, local, group=self.topology.world)
+        return gathered.view(self.topology.world_size, -1).cpu()
 
     def all_reduce(self, counts: np.ndarray) -> np.ndarray:
         """Return the sum of all ranks' `counts`, int64 of any shape, the same on each rank."""
@@ -239,5 +270,5 @@ class Trainer:
         return total.cpu().numpy()
 
 
-def _share(part: float, rest: float) -> float:
-    return part / max(1.0, part + rest)
+def _share(amount: float, rest: float) -> float:
+    return amount / max(1.0, amount + rest)

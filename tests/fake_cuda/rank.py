@@ -21,7 +21,7 @@ from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
 from megatron_hetero.models.layers import rotary
 from megatron_hetero.schedule.actions import Action
-from megatron_hetero.step.buffers import BucketSums, WeightGathers
+from megatron_hetero.step.buffers import BufferedGradients, BufferedWeights
 from megatron_hetero.train.trainer import Trainer
 from tests.fake_cuda import packages
 from tests.fake_cuda.cases import Case
@@ -64,24 +64,24 @@ def _apart(gpu: FakeGpu) -> Iterator[None]:
     weights, and where runs wait for these; sums of gradients that begin `within` a backward pass, but for the last,
     which begins at its end.
     """
-    real, real_gather, real_wait = BucketSums._start, WeightGathers.start, WeightGathers.wait
+    real, real_gather, real_wait = BufferedGradients._start, BufferedWeights.publish, BufferedWeights.wait
 
-    def start(sums: BucketSums, place: int) -> None:
+    def start(sums: BufferedGradients, place: int) -> None:
         inside = gpu.phase.endswith("backward") and place < len(sums.buckets) - 1
         with gpu.during(within(gpu.phase) if inside else SUMS):
             real(sums, place)
 
-    def gather(gathers: WeightGathers) -> None:
+    def gather(gathers: BufferedWeights) -> None:
         with gpu.during(BEFORE if gpu.phase == BEFORE else WEIGHTS):
             real_gather(gathers)
 
-    def wait(gathers: WeightGathers, places: Iterable[int] | None = None) -> None:
+    def wait(gathers: BufferedWeights, places: Iterable[int] | None = None) -> None:
         with gpu.during(WEIGHTS):
             real_wait(gathers, places)
 
     with (
-        mock.patch.object(BucketSums, "_start", start),
-        mock.patch.multiple(WeightGathers, start=gather, wait=wait),
+        mock.patch.object(BufferedGradients, "_start", start),
+        mock.patch.multiple(BufferedWeights, publish=gather, wait=wait),
     ):
         yield
 
@@ -111,7 +111,7 @@ def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:
         batch = assumed_step(trainer)
         with gpu.during(BEFORE), _apart(gpu):
             for optimizer in trainer.optimizer.sharded.values():
-                optimizer.module.data_parallel.share_weights()
+                optimizer.module.weights.publish()
         usage.start_again()
         with gpu.during(REST), _apart(gpu), packages.installed(gpu, case.packages):
             trainer.train_step(1, batch)

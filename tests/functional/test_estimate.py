@@ -32,7 +32,7 @@ from megatron_hetero.models.layers import offload as activations
 from megatron_hetero.models.layers.dispatch import Dispatch
 from megatron_hetero.schedule import gathering
 from megatron_hetero.schedule.contract import InChunks
-from megatron_hetero.step.buffers import Replicated
+from megatron_hetero.step.buffers import BufferedGradients
 from megatron_hetero.step.execution import StepExecution
 from megatron_hetero.train.trainer import Trainer
 from pretrain_vlm import build_run
@@ -265,7 +265,7 @@ def test_an_estimate_is_what_a_step_takes(case: Case, folders: Folders) -> None:
         trainer.train_step(1, step)
     expected = dict(zip(KINDS, estimate.memory[rank].tolist(), strict=True))
     optimizers = list(trainer.optimizer.sharded.values())
-    weights = _bytes(m.data_parallel.weights(name) for m in trainer.optimizer.modules for name in m.parameters)
+    weights = _bytes(m.weights.values(name) for m in trainer.optimizer.modules for name in m.parameters)
     assert expected["weights"] == pytest.approx(weights, rel=0.05)
     assert expected["gradients"] == pytest.approx(sum(map(_gradient_bytes, trainer.optimizer.modules)), rel=0.05)
     states, on_host = (sum(_optimizer_bytes(o, on_host=host) for o in optimizers) for host in (False, True))
@@ -315,10 +315,9 @@ def _bytes(tensors: Any) -> int:
 
 
 def _gradient_bytes(module: Any) -> int:
-    sharing = module.data_parallel
-    if isinstance(sharing, Replicated):
-        return sum(gradients.nbytes for gradients in sharing.memory)
-    return sum(gradients.nbytes for gradients in sharing.summed)
+    if isinstance(module.gradients, BufferedGradients):
+        return sum(gradients.nbytes for gradients in module.gradients.memory)
+    return sum(gradients.nbytes for gradients in module.gradients.summed)
 
 
 def _offloaded_bytes(module: Any) -> int:
@@ -332,7 +331,7 @@ def _optimizer_bytes(optimizer: Any, *, on_host: bool) -> int:
     if optimizer is None:
         return 0
     states = [s for shard in optimizer.shards.values() for s in (shard.master, *shard.moments.values())]
-    kept = optimizer.module.data_parallel.weights
+    kept = optimizer.module.weights.values
     weights = {kept(name).untyped_storage().data_ptr() for name in optimizer.module.parameters}
     tensors = [t for stored in states for t in vars(stored).values() if isinstance(t, Tensor)]
     tensors = [t for t in tensors if t.untyped_storage().data_ptr() not in weights]
@@ -383,7 +382,7 @@ class _LiveActivations:
     def __init__(self, trainer: Trainer):
         self.peak, self.saved, self.execution, self.most_gathered = 0, {}, None, 0
         self.copies = WeakSet[activations.SavedStorage]()
-        kept = [m.data_parallel.weights(name) for m in trainer.optimizer.modules for name in m.parameters]
+        kept = [m.weights.values(name) for m in trainer.optimizer.modules for name in m.parameters]
         self.parameters = {t.untyped_storage().data_ptr() for t in kept}
         parts = [
             part for m in trainer.optimizer.modules if m.view == MAIN for chunk in m.chunks for part in chunk.modules()
@@ -448,8 +447,8 @@ class _LiveActivations:
             for named in (activation.outputs, activation.called, activation.received, activation.row_grads):
                 yield from named.values()
             yield from (buffer for buffer, _ in activation.receives.values())
-            given, _ = activation.in_parts or (InChunks(()), None)
-            yield from (chunk.patches for chunk in given.chunks if chunk.patches is not None)
+            given, _ = activation.in_chunks or (InChunks(()), None)
+            yield from (part.patches for part in given.chunks if part.patches is not None)
         for rows in chain.from_iterable(micro_batch.rows.values() for micro_batch in live):
             yield from (t for leaf in rows.leaves.values() for t in (leaf, leaf.grad) if t is not None)
         for crossing in chain.from_iterable(micro_batch.crossings.values() for micro_batch in live):

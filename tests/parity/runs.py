@@ -76,7 +76,7 @@ def losses_in_buckets(flags: list[str]) -> tuple[float, float]:
         run = build(flags)
     _, batch, _ = next(iter(run.batches()))
     for optimizer in run.trainer.optimizer.sharded.values():
-        optimizer.module.data_parallel.share_weights()
+        optimizer.module.weights.publish()
     summary = run.trainer.gradients(batch)
     return summary.loss_sum / batch.supervised, summary.norm / batch.supervised
 
@@ -92,7 +92,7 @@ def _replicas_equal(trainer: Trainer) -> bool:
     """Whether the ranks that hold the same parameters hold the same bits."""
     equal = True
     for module in trainer.optimizer.modules:
-        if module.data_parallel.reduces_early:
+        if module.gradients.reduces_early:
             continue  # Each weight is on one of them.
         flat = torch.cat([p.detach().flatten() for p in module.parameters.values()])
         first = flat.clone()

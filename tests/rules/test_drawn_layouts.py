@@ -137,7 +137,7 @@ def first_step(flags: list[str]) -> tuple[float, float]:
     run.writer.close()  # Workers outlive their runs: those of another pool could not write to the same log.dir.
     _, batch, _ = next(iter(run.batches()))
     for optimizer in run.trainer.optimizer.sharded.values():
-        optimizer.module.data_parallel.share_weights()
+        optimizer.module.weights.publish()
     summary = run.trainer.gradients(batch)
     return summary.loss_sum / batch.supervised, summary.norm / batch.supervised
 

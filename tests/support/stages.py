@@ -291,7 +291,7 @@ def steps(case: Case, seeds: Sequence[int], number: int) -> dict[str, Any]:
     trainee = Trainee(case)
     for step in range(1, number + 1):
         for module in trainee.modules:
-            module.data_parallel.zero_gradients()
+            module.gradients.zero()
         loss, _ = train_text(trainee, [seed + 10 * step for seed in seeds])
         trainee.reduce(loss, True)
         scale_gradients(trainee.modules, 0.01)

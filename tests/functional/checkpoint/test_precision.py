@@ -49,7 +49,7 @@ def copies(flags: list[str]) -> dict[tuple[str, ...], np.ndarray]:
     [module] = [module for module in run.trainer.optimizer.modules if module.name == "text"]
     return {
         tuple(map(str, tensor_slice.rectangle)): module.whole_weight(name)[tensor_slice.place].float().numpy()
-        for name, slices in module.own_map.items()
+        for name, slices in module.local_map.items()
         for tensor_slice in slices
         if not tensor_slice.empty
     }

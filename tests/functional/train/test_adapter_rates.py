@@ -35,7 +35,7 @@ def test_both_matrices_decay_and_have_rates_of_their_own(folder: Path) -> None:
     run.writer.close()
     found = {
         module: {name: (group["lr"], group["weight_decay"]) for group in part.param_groups for name in group["names"]}
-        for module, part in run.trainer.optimizer.parts.items()
+        for module, part in run.trainer.optimizer.by_module.items()
     }
     text, vision = found["text"], found["vision"]
     assert {name[-6:] for name in text} == {"lora.A", "lora.B"} and len(text) == 2 * 2 * 4

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_hetero.schedule import gathering
-from megatron_hetero.step.buffers import WeightGathers
+from megatron_hetero.step.buffers import BufferedWeights
 from megatron_hetero.train.run import Run
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import thinned
@@ -130,9 +130,9 @@ def _behind() -> Iterator[list[str]]:
     """What waits for gathers of weights that have begun inside, but for these: collectives of all ranks, and copies to
     the host.
     """
-    found, begun, start = list[str](), [False], WeightGathers.start
+    found, begun, start = list[str](), [False], BufferedWeights.publish
 
-    def starting(gathers: WeightGathers) -> None:
+    def starting(gathers: BufferedWeights) -> None:
         begun[0] = False
         start(gathers)
         begun[0] = True
@@ -146,16 +146,16 @@ def _behind() -> Iterator[list[str]]:
         return call
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(WeightGathers, "start", starting))
+        stack.enter_context(mock.patch.object(BufferedWeights, "publish", starting))
         for where, names in ((dist, COLLECTIVES), (Tensor, ("cpu",))):
             for name in names:
                 stack.enter_context(mock.patch.object(where, name, noting(name, getattr(where, name))))
         yield found
 
 
-def _gathers(run: Run) -> dict[str, WeightGathers]:
-    every: dict[str, Any] = {module.name: module.data_parallel for module in run.trainer.optimizer.modules}
-    return {name: each.gathers for name, each in every.items() if each.gathers.buckets}
+def _gathers(run: Run) -> dict[str, BufferedWeights]:
+    every: dict[str, Any] = {module.name: module.weights for module in run.trainer.optimizer.modules}
+    return {name: weights for name, weights in every.items() if weights.buckets}
 
 
 def _note_runs(run: Run, runs: list[LayerRun]) -> list[int]:
@@ -171,6 +171,6 @@ def _note_runs(run: Run, runs: list[LayerRun]) -> list[int]:
 
 
 def _note(
-    runs: list[LayerRun], now: list[int], name: str, gathers: WeightGathers, own: frozenset[int], *_: nn.Module
+    runs: list[LayerRun], now: list[int], name: str, gathers: BufferedWeights, own: frozenset[int], *_: nn.Module
 ) -> None:
     runs.append(LayerRun(now[0], name, frozenset(gathers._works), own))

@@ -23,7 +23,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.schedule import gathering
 from megatron_hetero.schedule.contract import StepResult
 from megatron_hetero.schedule.program import Schedule
-from megatron_hetero.step.buffers import BucketSums
+from megatron_hetero.step.buffers import BufferedGradients
 from megatron_hetero.step.gradients import GradientSummary, clip_factor
 from megatron_hetero.train.run import Run
 from tests.functional.train.checks import EMPTY, assert_equal_gradients
@@ -196,7 +196,7 @@ def _sums_and_runs(flags: list[str], *, overlaps: bool) -> tuple[list[str], dict
         run, order = jobs.build(flags), list[str]()
     if not overlaps:
         run.trainer.runner.optimizer = None
-    real_lap, real_start = run.trainer.runner.watch.lap, BucketSums._start
+    real_lap, real_start = run.trainer.runner.watch.lap, BufferedGradients._start
 
     @contextmanager
     def lap(name: str, label: str = "") -> Iterator[None]:
@@ -206,12 +206,12 @@ def _sums_and_runs(flags: list[str], *, overlaps: bool) -> tuple[list[str], dict
             yield
         order.extend([f"/{name}"] * backward)
 
-    def start(sums: BucketSums, place: int) -> None:
+    def start(sums: BufferedGradients, place: int) -> None:
         order.append(f"+{sums.name} {place}")
         real_start(sums, place)
 
     _, batch, _ = next(iter(run.batches()))
-    with mock.patch.object(run.trainer.runner.watch, "lap", lap), mock.patch.object(BucketSums, "_start", start):
+    with mock.patch.object(run.trainer.runner.watch, "lap", lap), mock.patch.object(BufferedGradients, "_start", start):
         summary = run.trainer.gradients(batch)
     return order, jobs.gradient(run), summary.norm
 

@@ -57,6 +57,7 @@ def flags(request: pytest.FixtureRequest, make_flags: MakeFlags) -> list[str]:
 def test_schedules_scale_every_group_equally(flags: list[str]) -> None:
     for step, share in ((1, 0.5), (2, 1.0), (5, 0.1)):
         trainer = jobs.build(flags).trainer
+        trainer.optimizer.reduce()
         trainer._update(step)
         config = trainer.job.config
         assert trainer._rate(step, config.optimizer.lr) == pytest.approx(1e-3 * share), "the reported rate"
@@ -144,7 +145,7 @@ def test_bf16_has_masters_and_gradients_in_fp32(flags: list[str]) -> None:
     run.trainer.train_step(1, batch)
     for optimizer in run.trainer.optimizer.sharded.values():
         for name, shard in optimizer.shards.items():
-            weights = optimizer.module.data_parallel.weights(name)[shard.start : shard.stop]
+            weights = optimizer.module.weights.values(name)[shard.start : shard.stop]
             master = shard.master.read(0, shard.stop - shard.start)
             assert master.dtype == torch.float32
             assert torch.equal(weights, upper_half(master.view(torch.int32) + (1 << 15)))

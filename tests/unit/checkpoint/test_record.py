@@ -17,9 +17,9 @@ import yaml
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.checkpoint.record import (
     FAILING,
+    FURTHER_SETTINGS,
     LIMITS,
     MODEL,
-    OF_FURTHER,
     OVERRIDABLE,
     ModelSources,
     RunRecord,
@@ -239,7 +239,7 @@ def test_each_setting_of_data_is_compared_or_without_effect() -> None:
 
 def test_each_setting_of_a_module_is_of_further_encoders_or_may_change() -> None:
     free = "parallel layers sequence_parallel zero recompute chunk patches_per_call tp_overlap precision offload lr"
-    assert {f.name for f in fields(ModuleConfig)} == {*OF_FURTHER, *free.split(), "lora"}
+    assert {f.name for f in fields(ModuleConfig)} == {*FURTHER_SETTINGS, *free.split(), "lora"}
     compared = "r alpha dropout targets rslora patterns"  # as what they make of the model: see test_adapters.py
     assert {f.name for f in fields(LoraConfig)} == {*compared.split(), "lr_ratio", "hf_path"}
 

@@ -14,7 +14,7 @@ def train(flags: list[str], steps: int) -> tuple[list[tuple[float, float]], dict
     trainer = drawn_trainer(load_config(flags), Platform(CPU, "gloo"))
     metrics = [trainer.train_step(step, assumed_step(trainer)) for step in range(1, steps + 1)]
     weights = {
-        f"{module.name} {name}": module.data_parallel.weights(name).float()
+        f"{module.name} {name}": module.weights.values(name).float()
         for module in trainer.optimizer.modules
         for name in module.parameters
     }

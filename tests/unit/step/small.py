@@ -51,6 +51,6 @@ def whole(own: Any, optimizer: JointOptimizer) -> Tensor:
     """A parameter, whoever shards it."""
     for module in optimizer.modules if hasattr(own, "full_tensor") else ():
         for name, parameter in module.parameters.items():
-            if parameter is own and module.data_parallel.sharded:
+            if parameter is own and module.weights.sharded:
                 return module.whole_weight(name)
     return own.full_tensor() if hasattr(own, "full_tensor") else own

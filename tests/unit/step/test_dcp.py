@@ -76,7 +76,8 @@ def train(model: Any, optimizer: JointOptimizer, steps: range) -> list[float]:
 
 def weights(model: Any, optimizer: JointOptimizer) -> list[Tensor]:
     """With their masters."""
-    masters = (own for part in optimizer.parts.values() for own in vars(part).get("masters", {}).values())
+    copies = (vars(each).get("masters_by_parameter", {}) for each in optimizer.optimizers.values())
+    masters = (master for by_parameter in copies for master in by_parameter.values())
     return [] if model is None else [whole(p, optimizer).detach().clone() for p in (*model.parameters(), *masters)]
 
 
@@ -210,7 +211,7 @@ def test_the_optimizer_alone_is_a_state_of_dcp(tmp_path: Path) -> None:
     saved, other = fresh(), fresh()
     before = saved.state_dict()
     dcp.save({"optimizer": saved}, checkpoint_id=tmp_path)
-    for state in other.parts["text"].state.values():
+    for state in other.by_module["text"].state.values():
         state["exp_avg"].zero_()
     dcp.load({"optimizer": other}, checkpoint_id=tmp_path)
     found = other.state_dict()

@@ -196,7 +196,7 @@ def test_numbers_in_several_tensors_are_one_after_the_other(sizes: list[int], da
     numbers.write(start, expected[start:stop])
     assert torch.equal(torch.cat(tensors), expected)
     assert torch.equal(numbers.read(start, stop), expected[start:stop])
-    assert torch.equal(numbers.part(start, stop).read(0, stop - start), expected[start:stop])
+    assert torch.equal(numbers.slice(start, stop).read(0, stop - start), expected[start:stop])
     assert memory.count_nonzero() == stop - start, "nothing is written between them"
 
 
@@ -222,4 +222,4 @@ def test_blocks_of_several_parameters_are_those_of_each(sizes: list[int], square
     start = data.draw(st.integers(0, total - 1))
     assert torch.equal(together.read(start, total), torch.cat(expected)[start:])
     for end, own in zip(ends, expected, strict=True):
-        assert torch.equal(together.part(end - len(own), end).read(0, len(own)), own)
+        assert torch.equal(together.slice(end - len(own), end).read(0, len(own)), own)

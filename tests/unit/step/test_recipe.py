@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from examples.demo.records import draw, training_samples
 from megatron_hetero import Boundary, build, finish_gradients, micro_batch, prepare_megatron, total_loss
 from megatron_hetero.groups.topology import Topology
-from megatron_hetero.step.buffers import BucketSums
+from megatron_hetero.step.buffers import BufferedGradients
 from tests.support.matrix import long, thinned
 from tests.support.ranks import on_ranks
 from tests.unit.step import running
@@ -184,9 +184,9 @@ def test_it_learns_in_bfloat16_and_resumes_elsewhere(vision: str, text: str, dat
     from examples import megatron_recipe as recipe
 
     losses, within = list[float](), list[int]()
-    start = BucketSums._accumulated
+    start = BufferedGradients._arrived
 
-    def spied(sums: BucketSums, *arguments: Any) -> None:
+    def spied(sums: BufferedGradients, *arguments: Any) -> None:
         before = len(sums._works)
         start(sums, *arguments)
         within.append(len(sums._works) - before)
@@ -196,7 +196,7 @@ def test_it_learns_in_bfloat16_and_resumes_elsewhere(vision: str, text: str, dat
         prepare_megatron(topology, seed=1)
         samples, words = recipe.read_data(data, topology.platform.device)
         modules = recipe.build_models(topology, words)
-        with mock.patch.object(BucketSums, "_accumulated", spied):
+        with mock.patch.object(BufferedGradients, "_arrived", spied):
             steps = recipe.train(topology, modules, samples, steps=4, checkpoints=tmp_path)
             losses += [loss.item() for _, loss in steps]
         assert sum(within), "sums begin within backward passes"

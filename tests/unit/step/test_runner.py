@@ -541,7 +541,7 @@ def test_gradients_that_are_not_applied() -> None:
     optimizer = build_optimizers(topology, {"text": model}, AdamW(lr=0.5, eps=1.0))
     runner = Runner(topology, {"text": lambda rows: model(rows).sum()}, optimizer=optimizer)
     rows = torch.full((1, WIDTH), topology.rank + 1.0)
-    batch, [buffer] = MicroBatchInputs({"text": rows}), optimizer.modules[0].data_parallel.summed
+    batch, [buffer] = MicroBatchInputs({"text": rows}), optimizer.modules[0].gradients.summed
     with patch("megatron_hetero.step.buffers.dist", SimpleNamespace(all_reduce=LateSum)):
         runner([batch])
         optimizer.zero_grad()

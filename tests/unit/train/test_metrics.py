@@ -22,7 +22,7 @@ from rich.console import Console
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.train.log import MetricsWriter, Writer
-from megatron_hetero.train.metrics import EvaluationMetrics, StepFigures, StepMetrics
+from megatron_hetero.train.metrics import EvaluationMetrics, StepMetrics
 
 EVALUATED = EvaluationMetrics(
     step=3, dataset="held", loss=1.25, exact_match=0.625, asked=32, supervised_tokens=1200, samples=40, time_s=0.5
@@ -37,24 +37,6 @@ def metrics(step: int = 1, **changes: object) -> StepMetrics:
 
 def plain() -> Console:
     return Console(file=io.StringIO(), force_terminal=False)
-
-
-@pytest.mark.parametrize("loads, runs", [
-    ((), {"vision": (0.5, 0.25)}),
-    ((1.5, 2.5), {"vision": (), "detail": (0.5,)}),
-    ((1.5,), {}),
-])  # fmt: skip
-def test_figures_of_all_ranks_have_the_names_of_each_ranks_own(
-    loads: tuple[float, ...], runs: dict[str, tuple[float, ...]]
-) -> None:
-    """As packed numbers of all ranks come back from an exchange: by number, then by rank."""
-    own = StepFigures(1.0, 0.0, 3.0, 4.0, 5.0, 6.0, 7.0, loads, runs)
-    of_all = own.unpack([[number, 10 * number] for number in own.pack()])
-    assert (of_all.memory, of_all.stopping, of_all.balance) == ([1.0, 10.0], [0.0, 0.0], [7.0, 70.0])
-    assert (of_all.padding, of_all.tokens) == ([3.0, 30.0], [4.0, 40.0])
-    assert (of_all.patch_padding, of_all.patches) == ([5.0, 50.0], [6.0, 60.0])
-    assert of_all.loads == [[load, 10 * load] for load in loads]
-    assert of_all.runs == {name: [[second, 10 * second] for second in seconds] for name, seconds in runs.items()}
 
 
 def test_the_file_has_one_object_per_step(tmp_path: Path) -> None:
