@@ -37,10 +37,9 @@ from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.plan import RankPlan
 from megatron_hetero.boundary.routes import is_identity
-from megatron_hetero.data.dealing import Deal, Dealing, dealing_of
 from megatron_hetero.data.device import encoder_input, micro_batch_inputs, text_input
 from megatron_hetero.data.mixture import Mixture
-from megatron_hetero.data.packing import PackMetadata, SampleLimits, TokenizedSample
+from megatron_hetero.data.packing import Deal, Dealing, PackMetadata, SampleLimits, TokenizedSample, dealing_of
 from megatron_hetero.data.partition import EncoderCall, Packs, StepPartitioner
 from megatron_hetero.data.processor import Processor, ReaderProcesses
 from megatron_hetero.data.token_ids import modules_with_dropout, patch_ids

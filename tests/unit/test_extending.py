@@ -34,7 +34,7 @@ def test_names_are_in_the_files_that_are_named(span: str) -> None:
 
 WAY = re.findall(r"^\| \d+ \| `(\w+)` \| `([^`]+)` \| ([^|]+) \|", TEXT, re.MULTILINE)
 """Type, file and makers of each row of the table of "From file to device"."""
-MORE = ("dealing", "device", "encoder_shards", "token_ids")
+MORE = ("device", "encoder_shards", "token_ids")
 """Files of `data/` on the way whose values have no row."""
 
 
