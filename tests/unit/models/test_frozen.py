@@ -62,7 +62,7 @@ def test_patterns_of_nested_names(pattern: str, module: str) -> None:
 
 @pytest.mark.parametrize("pattern", ["model.*", "model.[lv]*"])
 def test_patterns_that_depend_on_the_folder_are_refused(pattern: str) -> None:
-    message = rf"`{re.escape(pattern)}` matches \d+ tensors where folders keep .* and \d+ where they nest them"
+    message = rf"`{re.escape(pattern)}` matches \d+ tensors where folders have .* and \d+ where they nest them"
     with pytest.raises(UserError, match=message):
         frozen(pattern)
 
