@@ -324,4 +324,5 @@ class _Chunked(torch.autograd.Function):
 
 def _layers(matrices: Sequence[Any], scales: tuple[float, float]) -> list[Matrices]:
     """Return the matrices of the first and of the second parameter."""
-    return [Matrices(*each, scale) for each, scale in zip((matrices[:3], matrices[3:]), scales, strict=True)]
+    (weight, a, b), (other_weight, other_a, other_b) = matrices[:3], matrices[3:]
+    return [Matrices(weight, a, b, scales[0]), Matrices(other_weight, other_a, other_b, scales[1])]
