@@ -148,9 +148,7 @@ def test_a_lost_checkpoint_midway_does_not_lose_the_model(line: list[str], tmp_p
     (finished, message), other = runs
     assert not finished and other == (finished, message) and "removes the folder" in message
     where = rf"after step \d is in {tmp_path}/log/trained-model\."
-    assert re.search(
-        rf"Step \d could not be saved\. There is no earlier checkpoint; the same command starts over\. {where}", message
-    )
+    assert re.search(rf"Step \d could not be saved\..* starts over\. .*{where}", message)
     assert (tmp_path / "log/trained-model" / MARK).is_file() and not (tmp_path / "out").exists()
 
 

@@ -127,7 +127,7 @@ def test_plain_pytorch_is_chosen_where_transformer_engine_cannot_be() -> None:
     ids=["absent", "too old", "broken", "cpu"],
 )
 def test_asking_for_what_cannot_be_had_is_refused(platform: Platform, found: Status, said: str) -> None:
-    with pytest.raises(UserError, match=re.escape(f"model.backend: {said}")) as error:
+    with pytest.raises(UserError, match="model.backend: .*" + re.escape(said)) as error:
         choose_backend("te", platform, found)
     assert "--model.backend torch" in str(error.value)
 

@@ -123,7 +123,7 @@ CASES: list[tuple[str, str, Any, str]] = [
     (CONFIG, "tie_word_embeddings", "yes", "found 'yes', expected true or false"),
     (CONFIG, "text_config.rope_parameters.partial_rotary_factor", 0.5, "found 0.5, expected 1 or null"),
     (CONFIG, "model_type", ["qwen2_5_vl"], "found model_type ['qwen2_5_vl']"),
-    (PICTURES, "image_mean", [0.5, 0.5], "an image processor .*(ValueError: mean must have 3"),
+    (PICTURES, "image_mean", [0.5, 0.5], "(ValueError: mean must have 3"),
     (PICTURES, "image_processor_type", "CLIPImageProcessor", "an image processor that does not load"),
     (TOKENIZER, "padding_side", "up", "a tokenizer that does not load (ValueError: Padding side should be"),
     (TOKENIZER, "eos_token", {"x": "y"}, "a tokenizer that does not load (TypeError"),
