@@ -150,16 +150,17 @@ class ParquetFiles:
         """The bytes of an item. Raises `OSError`, and `UserError` if the file is damaged."""
         footer = self._footer(cell.file)
         column = next((column for column in footer.columns if column.name == cell.column), None)
-        group, value = footer.group_of(cell.row), None
+        group = footer.group_of(cell.row)
+        value: Any = None
         if column is None or group.number != cell.group:
             raise changed(str(cell))
         with contextlib.suppress(LookupError, TypeError):  # The file has changed.
-            item = self._whole(group, column).column(0)[cell.row - group.first]
+            item: Any = self._whole(group, column).column(0)[cell.row - group.first]
             for key in cell.path:
                 item = item[key]
-            value = item.as_py()
-            value = value["bytes"] if isinstance(value, dict) else value
-        if value is None:
+            stored: Any = item.as_py()
+            value = stored["bytes"] if isinstance(stored, dict) else stored
+        if not isinstance(value, bytes):
             raise changed(str(cell))
         return value
 
