@@ -37,8 +37,8 @@ setup(
         "packaging>=24.2",
         "pillow>=11",
         "pyyaml>=6",
-        # Time limits on regular expressions of strangers; transformers takes any.
-        "regex>=2025.7",
+        # Time limits on regular expressions of strangers; the version that transformers needs too.
+        "regex>=2025.10.22",
         "rich>=13.8",
         "typing-extensions>=4.12.2",
     ],

@@ -62,6 +62,7 @@ ROWS = (
             "packaging==24.2",
             "pillow==11.0.0",
             "pyyaml==6.0",
+            "regex==2025.10.22",
             "rich==13.8.0",
             "typing-extensions==4.12.2",
             "pydantic==2.10.6",  # The extra `dev` needs it; pip does not find by itself that newer ones do not fit.
