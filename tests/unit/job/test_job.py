@@ -102,7 +102,7 @@ REFUSED = [
     ("--model.freeze text --text-precision.moments bfloat16", "modules.text.precision.moments .*text is frozen"),
     ("--model.freeze text --text-offload.states true", "modules.text.offload.states .*text is frozen"),
     (f"{FP32} {SGD} --text-offload.states true", "modules.text.offload.states .*has no states"),
-    (f"{SGD} --text-precision.moments 8bit", "modules.text.precision.moments .*sgd, which keeps no"),
+    (f"{SGD} --text-precision.moments 8bit", "modules.text.precision.moments .*sgd, which has no"),
     (
         "--model.freeze vision --vision-offload.activations true",
         r"modules.vision.offload.activations \(--vision-offload.activations\).*no backward pass.*or train vision",
