@@ -43,7 +43,7 @@ from tests.functional.checkpoint.checks import bytes_of, published, same
 from tests.functional.checkpoint.conftest import Untouched
 from tests.functional.checkpoint.runs import flags, seal
 from tests.support.folders import ModelChoice, write_model, write_qwen2, write_transposed
-from tests.support.folders import write_qwen2 as write_alone
+from tests.support.folders import write_language_model as write_alone
 from tests.support.locks import HOLD
 from tests.support.matrix import thinned
 from tests.support.pool import Pools

@@ -67,4 +67,4 @@ def test_what_is_there_is_not_copied() -> None:
 def test_further_values_move_too() -> None:
     balanced = BalancedSamples(torch.zeros(3, dtype=torch.int64), torch.ones(2))
     moved = to_device(MicroBatchInputs({"text": balanced}), META).inputs["text"]
-    assert isinstance(moved, BalancedSamples) and moved.of_tokens.device == moved.factors.device == META
+    assert isinstance(moved, BalancedSamples) and moved.by_token.device == moved.factors.device == META

@@ -82,8 +82,8 @@ def test_examples_read_such_files(name: str, tmp_path: Path) -> None:
     config = load_config(["--config", f"{tmp_path}/{name}.yaml", "--model.hf_path", "none"])
     data = config.data
     mixture = Mixture.parse(data.datasets, data.registry, data.shuffle, 0)
-    assert {part.name for part, _ in mixture.parts} == data.registry.keys()
-    for part, _ in mixture.parts:
+    assert {part.name for part, _ in mixture.sampled} == data.registry.keys()
+    for part, _ in mixture.sampled:
         for record in part:
             assert record.turns[0].text in ("<image>Why?", "<image>") and record.turns[1].text == "So."
             assert len(record.items) == 1
