@@ -1,4 +1,4 @@
-"""torchrun with concise output and exit codes: its flags, the same ranks.
+"""A launcher with torchrun's flags and ranks, but concise output and informative exit statuses.
 
     python -m megatron_hetero.run --nproc-per-node 8 pretrain_vlm.py --config FILE ...
 
@@ -31,7 +31,7 @@ from megatron_hetero.base.environment import LAUNCHER
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.launch import FAILED, STOPPED_FILE, connect, ended, hide_stack_traces, join
 
-# torch is imported in `main`, so that Ctrl-C may interrupt the seconds that this takes.
+# Functions import torch, so that Ctrl-C may interrupt the import, which takes seconds.
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -41,7 +41,7 @@ STOPPED = 75
 _JOIN_S = 600
 """Default time-out in seconds for all hosts to join, as in torch (`--rdzv-conf timeout`)."""
 _PORT = 29500
-"""Default port of the first of several hosts, as in torch."""
+"""Default port on the first host of a run on several hosts, as in torch."""
 _LOGGERS = (
     "torch.distributed.run",
     "torch.distributed.elastic.agent.server.api",
@@ -50,7 +50,7 @@ _LOGGERS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command and return its exit status."""
     status: list[int] = []
     return ended(lambda: status.append(_launch(arguments))) or status[0]
 
@@ -69,7 +69,7 @@ def _launch(arguments: Sequence[str] | None) -> int:
             options.log_dir = options.log_dir or folder
         stopped = Path(folder) / "stopped"
         os.environ[STOPPED_FILE] = str(stopped)
-        # The store must exist until the end.
+        # The store must exist until the ranks have ended.
         store = _store(torchrun, options)
         status = _run(torchrun, options)
         if stopped.exists() and (status == 0 or status > 128):
@@ -79,8 +79,8 @@ def _launch(arguments: Sequence[str] | None) -> int:
 
 
 def _signals_to_handle() -> str:
-    """The signals forwarded to the ranks: torchrun's, and SIGUSR1, with which schedulers warn. Under nohup SIGHUP is
-    left out, since torchrun would no longer ignore it.
+    """Return the names of signals to forward to the ranks: torchrun's, and SIGUSR1, with which schedulers warn. Under
+    nohup SIGHUP is omitted, since torchrun would no longer ignore it.
     """
     hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     passed = (signal.SIGTERM, signal.SIGINT, *hangup, signal.SIGQUIT, signal.SIGUSR1)
@@ -88,7 +88,7 @@ def _signals_to_handle() -> str:
 
 
 def _import_torchrun() -> Any:
-    """`torch.distributed.run` without its log messages."""
+    """Import `torch.distributed.run` and silence its log messages."""
     hide_stack_traces()
     from torch.distributed import run
 
@@ -99,7 +99,7 @@ def _import_torchrun() -> Any:
 
 
 def _store(torchrun: Any, options: argparse.Namespace) -> dist.Store | None:
-    """The store of all hosts, once they have joined; None if torchrun creates its own. Raises `UserError`."""
+    """Return the store of all hosts once they have joined, or None if torchrun creates a store. Raises `UserError`."""
     from torch.distributed import TCPStore
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
@@ -114,7 +114,7 @@ def _store(torchrun: Any, options: argparse.Namespace) -> dist.Store | None:
         raise UserError.at("--nproc-per-node", found=found, expected=expected, fix="correct or remove it")
     named = options.rdzv_endpoint or options.master_port is not None or options.master_addr != "127.0.0.1"
     if config.max_nodes == 1 and not named:
-        # At a free port of the loopback interface: torchrun's store would listen on all interfaces.
+        # Listen on a free port of the loopback interface: torchrun's store would listen on all interfaces.
         server = socket.create_server(("127.0.0.1", 0))
         port = server.getsockname()[1]
         options.standalone, options.rdzv_endpoint = False, f"127.0.0.1:{port}"
@@ -128,7 +128,7 @@ def _store(torchrun: Any, options: argparse.Namespace) -> dist.Store | None:
 
 
 def _run(torchrun: Any, options: argparse.Namespace) -> int:
-    """Run torchrun. Returns the exit status. Raises `UserError`."""
+    """Run torchrun and return the exit status. Raises `UserError`."""
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -143,13 +143,13 @@ def _run(torchrun: Any, options: argparse.Namespace) -> int:
         found = f"{type(error).__name__}, {error}".splitlines()[0].rstrip(".")
         print(f"{socket.gethostname()} lost the store of the hosts: {found}", file=sys.stderr)
         return FAILED
-    except ValueError as error:  # from an option that torchrun reads late
+    except ValueError as error:  # The value of an option is wrong.
         raise UserError.at(LAUNCHER, problem=str(error).rstrip("."), fix="see --help") from None
     return 0
 
 
 def _status_of(error: ChildFailedError) -> int:
-    """The exit status of failed ranks. Reports the first one if it has not done so itself."""
+    """Return the exit status of the first rank that failed, and report the failure if that rank has not."""
     rank, failure = error.get_first_failure()
     if not isinstance(failure.message, dict):  # The rank has not reported its error.
         how = f"exited with status {failure.exitcode}"

@@ -1,1 +1,1 @@
-"""Errors, files, locks, the terminal and the environment: modules that every room may import."""
+"""Errors, files, locks, the terminal and the environment: modules that every other package may import."""

@@ -1,4 +1,4 @@
-"""Bytes that are read later and at any offset: local files, objects in a store, and byte ranges of either."""
+"""Sources of bytes that are read on demand at any offset: local files, objects in a store, and ranges of either."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 Version: TypeAlias = "tuple[int | str, ...]"
-"""Name, size and further values, which change if the bytes change."""
+"""A name, a size and further values, at least one of which changes when the bytes change."""
 MAX_OPEN = 64
 """Maximum local files that stay open for `StoredFile.read`."""
 STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "hf")
-"""Supported schemes of URLs: other ones of fsspec open local files and archives, or connect to any host."""
+"""Supported URL schemes. Other schemes of fsspec open local files and archives or connect to arbitrary hosts."""
 _URL = re.compile(r"[^/]*://")
 _BUFFER = 1 << 16
-"""Buffer size in bytes of a reader of a byte range: more than the header of a picture."""
+"""Buffer size in bytes for reading a byte range: larger than the header of a picture."""
 
 
 class Content(Protocol):
@@ -35,7 +35,7 @@ class Content(Protocol):
 
     @property
     def label(self) -> str:
-        """A name within the data set, regardless of where that is stored."""
+        """The name of the content within its data set, independent of where the data set is stored."""
         ...
 
     def open(self) -> BinaryIO:
@@ -43,17 +43,17 @@ class Content(Protocol):
         ...
 
     def version(self) -> Version:
-        """A cache key for values that are computed from the bytes. Raises `OSError`."""
+        """Return a cache key for values that are computed from the bytes. Raises `OSError`."""
         ...
 
 
 def is_url(name: str) -> bool:
-    """Whether a name is a URL such as `s3://bucket/name`, also one with braces or chained schemes."""
+    """Return whether a name is a URL such as `s3://bucket/name`, also with braces or chained schemes."""
     return _URL.match(name) is not None
 
 
 def require_store(url: str, where: object) -> None:
-    """Check that a URL is in an object store. Raises `UserError`, naming `where` it comes from."""
+    """Check that a URL is in a supported object store. Raises `UserError`, which names the URL's source `where`."""
     scheme = url.partition("://")[0]
     if scheme not in STORES or "::" in url:
         expected = f"the URL of an object in a store ({', '.join(STORES)})"
@@ -63,8 +63,8 @@ def require_store(url: str, where: object) -> None:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A local regular file, by its path, or an object in a store, by its URL. `known`: its version, if that has been
-    read; `read` opens a file once for each version.
+    """A local regular file, given by its path, or an object in a store, given by its URL. `known`: its version, if
+    already read. `read` opens a local file once for each version.
     """
 
     name: str
@@ -72,21 +72,21 @@ class StoredFile:
 
     @property
     def label(self) -> str:
-        """The path or URL."""
+        """The path or URL of the file."""
         return self.name
 
     def __str__(self) -> str:
         return self.name
 
     def open(self) -> BinaryIO:
-        """Open it for reading and seeking. Raises `OSError`."""
+        """Open the file for reading and seeking. Raises `OSError`."""
         if is_url(self.name):
             with store(self.name) as (system, path):
                 return system.open(path, "rb")
         return open_regular(Path(self.name))
 
     def version(self) -> Version:
-        """Name, size, and modification time, or a store's tag. Raises `OSError`."""
+        """Return the name, the size, and the modification time or a store's tag. Raises `OSError`."""
         if self.known is not None:
             return self.known
         if is_url(self.name):
@@ -102,13 +102,13 @@ class StoredFile:
         if is_url(self.name):
             with store(self.name) as (system, path):
                 return system.cat_file(path, start=start, end=start + size) if size else b""
-        # This reference keeps the file open: another thread may drop it from the cache meanwhile.
+        # This reference keeps the file open if another thread evicts it from the cache meanwhile.
         handle = _cached(self)
         return os.pread(handle.descriptor, size, start)
 
 
 class _Handle:
-    """An open file, which is closed when the last reference to it is gone."""
+    """An open file, which is closed when its last reference is gone."""
 
     def __init__(self, file: StoredFile) -> None:
         with file.open() as opened:
@@ -124,8 +124,8 @@ _cached = lru_cache(maxsize=MAX_OPEN)(_Handle)
 
 @contextlib.contextmanager
 def store(url: str) -> Generator[tuple[Any, str]]:
-    """Yield the file system of fsspec for a URL, and the path in it. Raises `UserError` for a scheme that is not in
-    `STORES`, and if fsspec lacks the driver. Inside, errors of a driver become `OSError`s.
+    """Yield the fsspec file system of a URL, and the path in it. Raises `UserError` if the scheme is not in `STORES` or
+    its driver is not installed. Driver errors inside the context become `OSError`s.
     """
     require_store(url, "a data set")
     try:
@@ -146,7 +146,7 @@ def store(url: str) -> Generator[tuple[Any, str]]:
 
 @dataclass(frozen=True)
 class ByteRange:
-    """The `size` bytes of a file from `start`, such as a member of a tar file; `label` is its name there."""
+    """A range of `size` bytes of a file from `start`, such as the member named `label` of a tar file."""
 
     file: StoredFile
     start: int
@@ -157,15 +157,15 @@ class ByteRange:
         return f"{self.label} in {self.file}"
 
     def open(self) -> BinaryIO:
-        """Open it for reading and seeking. Reading beyond the end of the file raises `OSError`."""
+        """Open the range for reading and seeking. Reading beyond the end of the file raises `OSError`."""
         return cast(BinaryIO, io.BufferedReader(_RangeReader(self), _BUFFER))
 
     def read(self) -> bytes:
-        """Read all bytes. Raises `OSError` if the file ends before."""
+        """Read all bytes of the range. Raises `OSError` if the file ends inside the range."""
         return _whole(self, self.file.read(self.start, self.size), self.size)
 
     def version(self) -> Version:
-        """The version of the file, start and size. Raises `OSError`."""
+        """Return the version of the file, extended by start and size. Raises `OSError`."""
         return *self.file.version(), self.start, self.size
 
 
@@ -217,5 +217,5 @@ class InMemory:
         return io.BytesIO(self.data)
 
     def version(self) -> Version:
-        """The version of the source of the bytes."""
+        """Return the version of the source of the bytes."""
         return self.read_as

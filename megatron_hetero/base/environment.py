@@ -23,7 +23,7 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.files import replacing
 
 LAUNCHER = "python -m megatron_hetero.run"
-"""The command that starts ranks: torchrun, with another handling of their exit."""
+"""The command that starts ranks: torchrun with different handling of their exit."""
 _RANGES = {
     "RANK": range(10**9),
     "LOCAL_RANK": range(10**9),
@@ -35,22 +35,22 @@ _FIX = f"start the ranks with {LAUNCHER} or torchrun, which set it"
 
 
 def rank() -> int:
-    """The rank that torchrun gave this process; 0 for a process alone."""
+    """Return the rank that torchrun gave this process, or 0 without torchrun."""
     return _number("RANK", 0)
 
 
 def world_size() -> int:
-    """The number of ranks; 1 for a process alone."""
+    """Return the number of ranks, or 1 without torchrun."""
     return _number("WORLD_SIZE", 1)
 
 
 def local_rank() -> int:
-    """The index of this rank on its host."""
+    """Return the index of this rank on its host, or 0 without torchrun."""
     return _number("LOCAL_RANK", 0)
 
 
 def resolves(address: str) -> bool:
-    """Whether this host can resolve the name, which may take seconds."""
+    """Return whether this host can resolve the name `address`, which may take seconds."""
     try:
         socket.getaddrinfo(address, None)
     except (OSError, UnicodeError):
@@ -64,14 +64,14 @@ def _number(name: str, default: int) -> int:
 
 
 def _read(name: str, environ: Mapping[str, str]) -> int | None:
-    """The value of a variable; None if it is missing or not in its range, which `require_ranks` reports."""
+    """Return the value of a variable, or None if it is missing or out of range, which `require_ranks` reports."""
     text = environ.get(name, "")
     number = int(text) if re.fullmatch("[0-9]{1,10}", text) else -1
     return number if number in _RANGES[name] else None
 
 
 def require_ranks(environ: Mapping[str, str] = os.environ, *, meet: bool = False) -> None:
-    """Check the variables that identify this rank, and with `meet` also where ranks meet. Raises `UserError`."""
+    """Check the variables with this rank's number, and with `meet` the address where ranks meet. Raises `UserError`."""
     alone = "RANK" not in environ
     for name in ("WORLD_SIZE", *(("MASTER_ADDR", "MASTER_PORT") if meet else ())):
         if not alone and not environ.get(name):
@@ -95,8 +95,8 @@ def stay_on_host(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def raise_open_files() -> None:
-    """Raise this process's soft limit on open files, often 1,024, to the hard limit if permitted: gloo has a socket for
-    each other rank.
+    """Raise this process's soft limit on open files, often 1,024, to the hard limit if permitted: gloo opens a socket
+    to each other rank.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
@@ -114,11 +114,11 @@ _HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 
 def prepare_environment(environ: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables of CUDA and the allocator that the user has not set. Idempotent; call it before CUDA is
-    initialised. Warns on rank 0 if it is too late, or if the user has set few hardware queues for a GPU.
+    initialised. Warns on rank 0 if the call is too late, or if the user has set few hardware queues for a GPU.
     """
     missing = {names[0]: value for names, value in _DEFAULTS.items() if not any(name in environ for name in names)}
     environ.update(missing)
-    environ.setdefault("TORCH_DIST_USE_NCCL2", "0")  # Schedules rely on the rules of `nccl` before PyTorch 2.15.
+    environ.setdefault("TORCH_DIST_USE_NCCL2", "0")  # Keep the NCCL backend of PyTorch before 2.15.
     if environ.get("RANK", "0") != "0":
         return
     if missing and _cuda_is_initialized():
@@ -131,13 +131,13 @@ def prepare_environment(environ: MutableMapping[str, str] = os.environ) -> None:
     torch, queues = sys.modules.get("torch"), environ[_QUEUES]
     if queues in map(str, _FEW) and torch is not None and torch.cuda.is_available():
         found = f"{_QUEUES}={queues} makes streams wait for each other: little communication overlaps with computation"
-        warnings.warn(f"{found}. Unset it; 32 are used then", stacklevel=1)  # for this line, so that it is shown once
+        warnings.warn(f"{found}. Unset it; 32 are used then", stacklevel=1)  # This level shows it only once.
 
 
 def group_timeout(timeout_s: float, environ: MutableMapping[str, str] = os.environ) -> timedelta:
-    """The time-out of process groups: longer than the watchdog's `timeout_s`, so that the watchdog can report what the
-    rank was doing; a day without a watchdog (0). NCCL's heartbeat, which ends processes whose CUDA calls hang, gets it
-    too. NCCL counts from when an operation is issued, which may be long before its turn.
+    """Return the time-out of process groups: longer than the watchdog's `timeout_s`, so that the watchdog reports
+    first, or a day without a watchdog (0). NCCL's heartbeat, which ends processes whose CUDA calls hang, gets the same
+    time-out. NCCL counts from when an operation is issued, which may be long before it starts.
     """
     timeout = timedelta(days=1)
     if timeout_s > 0:
@@ -160,8 +160,8 @@ def prepare_traces(folder: Path, environ: MutableMapping[str, str] = os.environ)
 def write_trace(rank: int, environ: MutableMapping[str, str] = os.environ) -> str:
     """Dump the flight recorder of this rank's NCCL operations, for `torch.distributed.flight_recorder`.
 
-    Returns a note with the file's path; an empty one without NCCL, without a path, or if writing fails, since the
-    caller has an error to report anyway.
+    Returns a note with the file's path, or an empty string without NCCL, without a path, or if writing fails: the
+    caller has another error to report anyway.
     """
     prefix = next((environ[name] for name in _TRACES if name in environ), None)
     torch = sys.modules.get("torch")

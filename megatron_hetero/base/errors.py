@@ -1,4 +1,4 @@
-"""Errors that the user can fix, and texts in messages: quoted files and records, lines of programs."""
+"""Errors that the user can fix, and functions that format names, values and program lines for messages."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from typing import NamedTuple, Self
 MAX_QUOTED = 200
 """Maximum characters shown of a quoted text."""
 MAX_FOUND = 2000
-"""Maximum characters shown of a place and of a found value, which may be a long list."""
+"""Maximum characters shown of a place or a found value, which may be a long list."""
 _INSTALLED = f"{Path(__file__).parents[1]}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<frozen"
-# Advice in errors of torch and transformers to load untrusted files, which is never right here.
+# Matches advice of torch and transformers to load untrusted files, which is never right here.
 _UNSAFE_ADVICE = re.compile(
     "weights[ _]only|safe_globals|allow_pickle|trust_remote_code|you trust|trusted source|file an issue", re.IGNORECASE
 )
@@ -40,28 +40,28 @@ class UserError(ValueError):
     def at(
         cls, where: object, *, found: str = "", expected: str = "", problem: str = "", fix: str, because: str = ""
     ) -> Self:
-        """Builds the message from either `found` and `expected`, or a `problem`.
+        """Build the message from either `found` and `expected`, or a `problem`.
 
         Args:
-            where: file, record or field the error is about, for example ``train.jsonl:12: field 'image'``.
+            where: the file, record or field with the error, for example ``train.jsonl:12: field 'image'``.
             found: the value in the input.
-            expected: the value it should have.
+            expected: a description of valid values.
             problem: what is wrong, if there is no value to quote, for example ``given twice``.
             fix: an instruction to the user, without a full stop.
-            because: why this is expected, or wrong.
+            because: the reason why this is expected or wrong.
         """
         assert bool(problem) != bool(found or expected), "an error quotes a value or states a problem"
         wrong = truncated(problem, MAX_FOUND) or f"found {truncated(found, MAX_FOUND)}, expected {expected}"
         reason = f", because {because}" if because else ""
         stop = "" if fix.endswith(("?", "!")) else "."
         text = f"{truncated(str(where), MAX_FOUND)}: {wrong}{reason}. {fix[:1].upper()}{fix[1:]}{stop}"
-        # On one line: a name that contains a line end could look like another message.
+        # Keep the message on one line: a name with a line break could look like another message.
         return cls(printable(text))
 
 
 def printable(text: str, but: str = "") -> str:
-    """The text with control characters, line ends, direction marks and lone surrogates escaped, except those in `but`:
-    a terminal would interpret or hide them.
+    """Escape control characters, line ends, direction marks and lone surrogates in `text`, except those in `but`: a
+    terminal would interpret or hide such characters.
     """
     if text.isprintable():
         return text
@@ -69,18 +69,18 @@ def printable(text: str, but: str = "") -> str:
 
 
 def quoted(text: str) -> str:
-    """Text of a file or record for a message: in quotes, on one line, truncated."""
+    """Quote text of a file or record for a message, on one line and truncated."""
     return repr(text[:MAX_QUOTED]) + truncated(text, MAX_QUOTED)[MAX_QUOTED:]
 
 
 def truncated(text: str, limit: int) -> str:
-    """The first `limit` characters, and the number of further ones."""
+    """Return the first `limit` characters of `text`, followed by the number of omitted characters."""
     rest = len(text) - limit
     return text if rest <= 0 else f"{text[:limit]}... and {rest} more characters"
 
 
 def in_short(error: BaseException) -> str:
-    """Type and text of a library's exception on one truncated line, without advice to load untrusted files."""
+    """Return type and text of a library's exception on one short line, without advice to load untrusted files."""
     sentences = re.split(r"(?<=[.!?:])\s+|\n", str(error))
     text = " ".join(" ".join(s.split()) for s in sentences if s.strip() and not _UNSAFE_ADVICE.search(s))
     text = f"{text[:MAX_QUOTED]}..." if len(text) > MAX_QUOTED else text
@@ -88,13 +88,13 @@ def in_short(error: BaseException) -> str:
 
 
 def reason(error: OSError) -> str:
-    """The operating system's reason in lower case: ``no space left on device``."""
+    """Return the operating system's reason in lower case, such as ``no space left on device``."""
     return (error.strerror or str(error)).lower()
 
 
 @contextmanager
 def os_errors_as(refusal: Callable[[OSError], UserError]) -> Generator[None]:
-    """Inside, convert an `OSError` to the `UserError` that `refusal` returns for it."""
+    """Convert an `OSError` raised inside the context to the `UserError` that `refusal` returns for it."""
     try:
         yield
     except OSError as error:
@@ -102,7 +102,7 @@ def os_errors_as(refusal: Callable[[OSError], UserError]) -> Generator[None]:
 
 
 class BadSample(NamedTuple):
-    """A bad record: its data set, its number and place in messages, a kind of cause, and the message."""
+    """A bad record: its data set, number, place for messages, kind of cause, and error message."""
 
     dataset: str
     record: int
@@ -112,14 +112,14 @@ class BadSample(NamedTuple):
 
 
 class BadRecord(UserError):
-    """A record that is bad on any machine."""
+    """An error in a record that is bad on every machine."""
 
     found: BadSample
 
 
 @contextmanager
 def blaming(dataset: str, record: int, where: str, cause: str) -> Generator[None]:
-    """Inside, raise a `UserError` as a `BadRecord`, unless the system, a missing package or a time-out caused it."""
+    """Convert a `UserError` raised inside to a `BadRecord`, unless the machine rather than the record caused it."""
     try:
         yield
     except UserError as error:
@@ -131,8 +131,8 @@ def blaming(dataset: str, record: int, where: str, cause: str) -> Generator[None
 
 
 def _is_of_the_machine(error: BaseException | None) -> bool:
-    """Whether an error, or its cause, comes from the machine rather than from data. Pillow reports bad data by plain
-    `OSError`s without a number, PyAV by its own classes. A name or an offset that no file can have is bad data.
+    """Return whether an error or its cause comes from the machine rather than from data. Pillow reports bad data as
+    plain `OSError`s without a number, PyAV as special classes. An impossible file name or offset is bad data.
     """
     if isinstance(error, OSError) and type(error).__module__ == "builtins":
         data_errors = (errno.EINVAL, errno.EISDIR, errno.ENAMETOOLONG)
@@ -145,42 +145,42 @@ class SharedError(UserError):
 
 
 class NotFiniteError(SharedError):
-    """NaN or infinity during training. The weights before the step may be bad already."""
+    """An error for NaN or infinity during training; the weights may have been bad before the step already."""
 
 
 def listed(names: Collection[str], limit: int = 5) -> str:
-    """The first `limit` names in sorted order, and the number of further ones, for a message."""
+    """Format the first `limit` names in sorted order, and the number of further names, for a message."""
     shown = [printable(name) for name in sorted(names)[:limit]]
     return ", ".join(shown) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def faults_of(kinds: Mapping[str, Collection[str]]) -> str:
-    """Numbers and names of faults by kind: ``2 missing: a, b; 1 unexpected: c``. Empty if there are none."""
+    """Format the faults of each kind, such as ``2 missing: a, b; 1 unexpected: c``; empty if there are none."""
     return "; ".join(f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds.items() if names)
 
 
 def one_of(known: Iterable[object], kind: str, word: str = "one of") -> str:
-    """The known names of a kind, such as edges, for a message: ``one of a, b`` or ``none, as there are no edges``."""
+    """Format the known names of a kind, such as edges: ``one of a, b`` or ``none, as there are no edges``."""
     names = ", ".join(map(str, known))
     return f"{word} {names}" if names else f"none, as there are no {kind}"
 
 
 def is_pattern(entry: str) -> bool:
-    """Whether an entry of `model.freeze` is a pattern of tensor names rather than a module or projector."""
+    """Return whether an entry of `model.freeze` is a pattern of tensor names rather than a module or projector."""
     return any(mark in entry for mark in ".*?[")
 
 
 def main_place() -> str:
-    """The line of the user's program that the main thread runs."""
+    """Return the line of the user's program that the main thread executes, for a message."""
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     return place(traceback.walk_stack(frames.get(threading.main_thread().ident or 0)))
 
 
 def place(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """The innermost line of the user's program in a stack."""
+    """Return the innermost line of the user's program in a stack, for a message; empty if there is none."""
     for frame, line in frames:
         file = frame.f_code.co_filename
-        # Generated code has no lines.
+        # Generated code has no line numbers.
         if line and not file.startswith(_INSTALLED) and "site-packages" not in file:
             return f", at {Path(file).name}:{line}"
     return ""

@@ -1,6 +1,6 @@
 """Files and paths that users name. Only regular files are opened, since reading a pipe or device may never return. JSON
 objects are read as a whole or refused, and checked for unsupported values. Files that this program writes are opened by
-`open_own` or `replacing`, since a stranger may have put links to other files into the folder.
+`open_own` or `replacing`, since others may have put links to other files into the folder.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
-    """The content of a file. Raises `OSError`, also if it has more than `limit` bytes."""
+    """Return the content of a file. Raises `OSError`, also if it has more than `limit` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
@@ -52,21 +52,21 @@ def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
 
 
 def read_text(path: Path, limit: int = MAX_BYTES) -> str:
-    """The content of a text file. Raises `OSError` as `read_bytes`, and `UnicodeDecodeError` if it is not UTF-8."""
+    """Return the text of a UTF-8 file. Raises `OSError` like `read_bytes`, and `UnicodeDecodeError`."""
     return read_bytes(path, limit).decode("utf-8")
 
 
 def open_own(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
-    """Open a file that this program writes, like `open`, in a mode that does not truncate it (`replacing` does). Raises
-    `OSError`, also for symbolic and hard links, pipes, devices and folders.
+    """Open a file that this program writes, in a binary mode that does not truncate it (see `replacing` for that).
+    Raises `OSError`, also for symbolic and hard links, pipes, devices and folders.
     """
     assert "b" in mode and "w" not in mode
     return open(path, mode, buffering, opener=_unlinked)
 
 
 def read_own(path: Path, limit: int = MAX_OWN_BYTES) -> bytes:
-    """The content of a file that this program writes, empty if it does not exist. Raises `OSError` as `open_own`, and
-    if the file has more than `limit` bytes.
+    """Return the content of a file that this program writes, or no bytes if it does not exist. Raises `OSError` like
+    `open_own`, and if the file has more than `limit` bytes.
     """
     with suppress(FileNotFoundError), open_own(path, "rb") as file:
         if len(content := file.read(limit + 1)) > limit:
@@ -76,7 +76,7 @@ def read_own(path: Path, limit: int = MAX_OWN_BYTES) -> bytes:
 
 
 def _unlinked(path: str, flags: int) -> int:
-    if Path(path).is_symlink():  # `O_NOFOLLOW` would report too many levels of symbolic links.
+    if Path(path).is_symlink():  # The error of `O_NOFOLLOW` would be misleading.
         raise OSError(errno.EEXIST, f"{Path(path).name} is a symbolic link", path)
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     status = os.fstat(descriptor)
@@ -89,7 +89,7 @@ def _unlinked(path: str, flags: int) -> int:
 
 @contextmanager
 def replacing(path: Path) -> Generator[Path]:
-    """Yield a new file to write, which replaces `path` unless the body raises. Raises `OSError` as `open_own`."""
+    """Yield the path of a new file, which replaces `path` unless the body raises. Raises `OSError` like `open_own`."""
     with suppress(FileNotFoundError):
         open_own(path, "rb").close()
     new = path.with_name(f".new-{secrets.token_hex(8)}{path.suffix}")
@@ -102,7 +102,7 @@ def replacing(path: Path) -> Generator[Path]:
 
 
 def mark_used(path: Path) -> None:
-    """Protect a file of a cache from `remove_unused`; at most once a day, since NFS drops pages of a changed file."""
+    """Update a cached file's time to protect it from `remove_unused`; at most daily, as NFS reloads changed files."""
     with suppress(OSError):
         if path.stat().st_mtime < time.time() - _DAY_S:
             os.utime(path)
@@ -121,7 +121,7 @@ def remove_unused(files: Iterable[Path], limit: int) -> None:
 
 
 def is_unfit(path: Path) -> str | None:
-    """Why an existing file cannot be read as a whole; None if it can, or if it does not exist."""
+    """Return why an existing file cannot be read as a whole, or None if it can or does not exist."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -133,10 +133,10 @@ def is_unfit(path: Path) -> str | None:
 
 
 def unusable(path: str | os.PathLike[str]) -> str | None:
-    """Why a path cannot be of a file: bad characters, a name that is too long, or a link to itself. None if it can."""
+    """Return why a path cannot name a file (bad characters, too long a name, a link to itself), or None if it can."""
     try:
         os.path.realpath(path, strict=True)
-    except ValueError as error:  # for example a lone surrogate
+    except ValueError as error:  # This is for example a lone surrogate.
         return str(error)
     except OSError as error:
         return reason(error) if error.errno in (errno.ELOOP, errno.ENAMETOOLONG) else None
@@ -144,7 +144,7 @@ def unusable(path: str | os.PathLike[str]) -> str | None:
 
 
 def resolved(path: Path, where: str) -> Path:
-    """The path with links resolved. Raises `UserError`, naming its source `where`, if it is `unusable`."""
+    """Return the path with links resolved. Raises `UserError`, naming its source `where`, if the path is unusable."""
     if (why := unusable(path)) is not None:
         found, fix = f"{quoted(str(path))} ({why})", "remove the link, or correct the path"
         raise UserError.at(where, found=found, expected="a usable path", fix=fix)
@@ -152,7 +152,7 @@ def resolved(path: Path, where: str) -> Path:
 
 
 def in_the_way(folder: Path, error: OSError) -> str:
-    """Why a folder cannot be created or written."""
+    """Return why a folder could not be created or written, given the `error`."""
     if folder.is_symlink() and not folder.exists():
         return f"a link to {os.readlink(folder)}, which does not exist"
     return reason(error)
@@ -170,7 +170,7 @@ Json: TypeAlias = "dict[str, Json] | list[Json] | str | float | bool | None"
 
 
 class Only(NamedTuple):
-    """The supported values of a key; `because` and `fix` as in `UserError.at`."""
+    """The supported values of a key. `because`, `fix`: see `UserError.at`."""
 
     values: tuple[object, ...]
     because: str
@@ -178,13 +178,13 @@ class Only(NamedTuple):
 
 
 def shown(value: object) -> str:
-    """A value as JSON, on one short line."""
+    """Return a value as JSON on one short line."""
     return _IN_JSON[value] if value is None or isinstance(value, bool) else _SHORT.repr(value)
 
 
 def check(path: Path, values: Mapping[str, Json], only: Mapping[str, Only], at: str = "") -> None:
-    """Check that values in a JSON object of the file `path`, and in objects inside it, are supported: those in `only`.
-    `at`: the keys above the object, each followed by a dot. Raises `UserError` with file, key and value.
+    """Check that the keys in `only` have supported values in a JSON object of the file `path` and in nested objects.
+    `at`: the keys of enclosing objects, each followed by a dot. Raises `UserError` with file, key and value.
     """
     for key, value in values.items():
         if key in only and value not in only[key].values:
@@ -196,10 +196,10 @@ def check(path: Path, values: Mapping[str, Json], only: Mapping[str, Only], at: 
 
 
 def read_object(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in a file of at most `limit` bytes.
+    """Read the JSON object in a file of at most `limit` bytes.
 
     Raises:
-        UserError: the file is unreadable or malformed, or is another JSON value.
+        UserError: the file is unreadable or malformed, or contains another JSON value.
     """
     where: object = path
     try:
@@ -216,7 +216,7 @@ def read_object(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 
 def read_as(path: Path, kind: Any, fix: str) -> Any:
-    """Read a JSON file as a `kind` of msgspec. Raises `FileNotFoundError`, and `UserError` with the `fix`."""
+    """Read a JSON file as the msgspec type `kind`. Raises `FileNotFoundError`, and `UserError` with the `fix`."""
     try:
         return msgspec.convert(json.loads(read_text(path)), kind)
     except FileNotFoundError:

@@ -19,29 +19,29 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.base.files import open_own, read_own
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-"""Errors of a file system without locks."""
+"""Error numbers of file systems without locks."""
 _OWNER = re.compile(r"(process \d+ on \S+\n?)?")
-"""The content of a lock file, which may be empty after a process was killed."""
+"""Pattern of the content of a lock file, which may be empty after a process was killed."""
 _MAX_OWNER = 400
-"""Maximum bytes of a lock file: the name of a host has at most 253."""
+"""Maximum bytes of a lock file; a host name has at most 253."""
 
 
 @dataclass(frozen=True, eq=False)
 class Lock:
-    """The right to write somewhere. It ends when it is released or garbage-collected, or when the process ends."""
+    """The exclusive right to write to a folder, until it is released or garbage-collected or the process ends."""
 
     path: Path
     file: IO[bytes] | None
     """The lock file, whose text names the owner; None if the file system has no locks."""
     left: bool = False
-    """Whether the previous owner ended without releasing it."""
+    """Whether the previous owner ended without releasing the lock."""
     note: str = ""
-    """A warning for the user in that case."""
+    """A warning for the user if the file system has no locks, else empty."""
 
     @classmethod
     def take(cls, path: Path, where: object, doing: str, *, mixed: str, fix: str, wait_s: float = 0.0) -> Lock:
-        """Lock the file `path`. For messages: `where` it is used; `doing`, such as "export"; what two writers would
-        have `mixed`; the `fix`.
+        """Lock the file `path`. Texts for messages: `where`, the locked place; `doing`, such as "export"; `mixed`, the
+        outputs that two writers would mix; `fix`.
 
         Raises:
             UserError: another process still has the lock after `wait_s` seconds.
@@ -66,7 +66,7 @@ class Lock:
         if self.file is not None:
             with suppress(OSError):
                 if remove and os.path.samestat(self.path.lstat(), os.fstat(self.file.fileno())):
-                    self.path.unlink()  # Before it is closed: a process that has opened it meanwhile notices.
+                    self.path.unlink()  # Unlink before closing, so that a process waiting on this file notices.
             with suppress(OSError):
                 self.file.close()
 
@@ -97,12 +97,12 @@ def _owner(path: Path) -> str:
 
 
 def _locked(path: Path) -> tuple[IO[bytes], bool] | None:
-    """The open lock file, and whether it named an owner; None if another process has the lock. Raises `OSError`."""
+    """Lock a file. Returns the file and whether it named an owner; None if another process has it. Raises `OSError`."""
     file = open_own(path, "a+b", 0)
     try:
-        # A lock of the process rather than of the open file: the system releases it however the process ends.
+        # This lock belongs to the process, not to the open file: the system releases it however the process ends.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(path.lstat(), os.fstat(file.fileno())):  # Otherwise its owner has removed it meanwhile.
+        if os.path.samestat(path.lstat(), os.fstat(file.fileno())):  # Else the owner has removed it.
             file.seek(0)
             text = file.read(_MAX_OWNER + 1)
             if len(text) > _MAX_OWNER or not _OWNER.fullmatch(text.decode("utf-8", "replace")):

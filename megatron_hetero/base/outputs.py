@@ -6,14 +6,14 @@ checkpoints/
     tensors.json  tensors-0-0.safetensors  tensors-1-0.safetensors ...  run.json  metrics.jsonl
   .step-00000020.partial/    an unfinished checkpoint: it is being written, or the run died
   .step-00000000.removed/    an older checkpoint that is being removed
-  .step-00000030.aside/      an incomplete folder that was in the way of a checkpoint, for inspection
+  .step-00000030.aside/      an incomplete folder found at a checkpoint's path, renamed for inspection
   latest                     the name of the newest checkpoint, for people and scripts
   .lock                      locked by the run that writes here
 
-Only folders with nothing but the files of a checkpoint are removed.
+Only folders that contain nothing but checkpoint files are removed.
 
-An export has a file that lists its other files and their inodes. Another export replaces only a folder of exactly these
-files. A downloaded copy differs in its inodes, which cannot be predicted.
+An export has a file that lists its other files and their inodes. A new export replaces a folder only if it contains
+exactly these files. A downloaded copy has different inodes and is therefore never replaced.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 _PARTIAL = re.compile(rf"\.{_NAME.pattern}\.partial")
 _REMOVED = re.compile(rf"\.{_NAME.pattern}\.removed")
 _FILE = re.compile(r"tensors-\d+-\d+\.safetensors|(manifest|tensors|run|modules)\.json|metrics\.jsonl")
-"""The files of a checkpoint."""
+"""Pattern of the names of a checkpoint's files."""
 ANOTHER = "use another checkpoint (of a run: --checkpoint.resume PATH)"
 SEEN_S = 30.0
-"""Maximum seconds until a network file system shows one host what another one has written."""
+"""Maximum seconds until a file that one host has written to a network file system is visible on another host."""
 
 
 class FileRecord(Struct, frozen=True, forbid_unknown_fields=True):
-    """Size in bytes and SHA-256 of a file."""
+    """The size in bytes and the SHA-256 of a file."""
 
     size: int
     sha256: str
@@ -59,41 +59,41 @@ _MANIFEST = defstruct("Manifest", [("files", dict[str, FileRecord])])
 
 
 def name_of(step: int) -> str:
-    """The name of the checkpoint after `step`."""
+    """Return the name of the checkpoint that is saved after `step`."""
     return f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """The step in the name of a checkpoint; None for another name."""
+    """Return the step in the name of a checkpoint, or None for any other name."""
     match = _NAME.fullmatch(checkpoint.name)
     return int(match[1]) if match else None
 
 
 def is_ours(name: str) -> bool:
-    """Whether the name is reserved in a folder of checkpoints."""
+    """Return whether `name` is reserved in a folder of checkpoints."""
     return name in (LATEST, LOCK) or re.fullmatch(rf"\.?{_NAME.pattern}(\..*)?", name) is not None
 
 
 def partial_of(target: Path) -> Path:
-    """The temporary folder of a checkpoint that is being written."""
+    """Return the temporary folder of the checkpoint `target` while it is being written."""
     return target.parent / f".{target.name}.partial"
 
 
 def whole(folder: Path) -> dict[int, Path]:
-    """Complete checkpoints in `folder` by step, ascending."""
+    """Return the complete checkpoints in `folder` by step, ascending."""
     named = {step: path for path in _children(folder) if (step := step_of(path)) is not None}
     return {step: path for step, path in sorted(named.items()) if (path / MANIFEST).is_file()}
 
 
 def chosen_in(path: Path) -> Path:
-    """The newest complete checkpoint in a folder of checkpoints; any other `path` itself."""
+    """Return the newest complete checkpoint if `path` is a folder of checkpoints; return any other path unchanged."""
     if (path / MANIFEST).is_file():
         return path
     return next(reversed(whole(path).values()), path)
 
 
 def advice_to_export(path: Path) -> str | None:
-    """Advice for a user who gave a checkpoint as a model's folder; None if `path` has no checkpoint."""
+    """Return advice for a user who gave a checkpoint as a model's folder, or None if `path` has no checkpoint."""
     chosen = chosen_in(path)
     if not (chosen / MANIFEST).is_file():
         return None
@@ -101,18 +101,18 @@ def advice_to_export(path: Path) -> str | None:
 
 
 def unfinished(folder: Path) -> tuple[Path, ...]:
-    """Unfinished checkpoints in `folder`."""
+    """Return the unfinished checkpoints in `folder`."""
     return tuple(path for path in sorted(_children(folder)) if _PARTIAL.fullmatch(path.name))
 
 
 def without_manifest(folder: Path) -> tuple[Path, ...]:
-    """Folders named as checkpoints but without a manifest, which no run leaves behind."""
+    """Return the folders that are named like checkpoints but have no manifest; no run leaves such folders behind."""
     named = [path for path in sorted(_children(folder)) if step_of(path) is not None]
     return tuple(path for path in named if not (path / MANIFEST).is_file())
 
 
 def wait_for(there: Callable[[], bool]) -> bool:
-    """Wait until another process's change of files is visible. Returns whether it is within `SEEN_S` seconds."""
+    """Wait up to `SEEN_S` seconds until `there()`, which checks another process's files. Returns whether it is true."""
     until = time.monotonic() + SEEN_S
     while not there():
         if time.monotonic() > until:
@@ -122,14 +122,14 @@ def wait_for(there: Callable[[], bool]) -> bool:
 
 
 def record_file(path: Path) -> FileRecord:
-    """Size and hash of a file, which is read as a whole. Raises `OSError`."""
+    """Read a file and return its size and hash. Raises `OSError`."""
     with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256")
         return FileRecord(file.tell(), digest.hexdigest())
 
 
 def write_synced(path: Path, text: str) -> FileRecord:
-    """Write a new file through to the disk. Raises `OSError`."""
+    """Write a new text file, sync it to disk, and return its size and hash. Raises `OSError`."""
     content = text.encode("utf-8")
     with open_own(path, "xb") as file:
         file.write(content)
@@ -139,8 +139,8 @@ def write_synced(path: Path, text: str) -> FileRecord:
 
 
 def publish(partial: Path, records: Mapping[str, FileRecord]) -> Path:
-    """Publish a fully written checkpoint: write its manifest, rename it, and update `latest` if it is named after its
-    step. Before the rename it is not taken for a checkpoint; afterwards it is complete. Raises `OSError`.
+    """Publish a fully written checkpoint: write its manifest, rename its folder, and, if the folder is named after a
+    step, update `latest`. Until the rename, readers do not see a checkpoint. Returns its path. Raises `OSError`.
     """
     files = {"files": to_builtins(dict(sorted(records.items())))}
     write_synced(partial / MANIFEST, json.dumps(files, indent=2) + "\n")
@@ -169,31 +169,31 @@ def _is_pointer(path: Path) -> bool:
 
 
 def set_aside(path: Path) -> None:
-    """Rename a file or folder that is in the way of a checkpoint. Raises `OSError`."""
+    """Rename a file or folder that occupies a checkpoint's path to a free `.aside` name. Raises `OSError`."""
     names = (f".{path.name}.aside{'' if number == 1 else f'-{number}'}" for number in itertools.count(1))
     path.rename(next(other for name in names if not os.path.lexists(other := path.with_name(name))))
 
 
 def prune(folder: Path, keep: int | None, written: Path | None = None) -> None:
-    """Remove all but the newest `keep` complete checkpoints (None: keep all), but never the one just `written`. A
-    checkpoint that has other files too, or cannot be removed, stays.
+    """Remove all complete checkpoints except the newest `keep` (None: keep all) and the one just `written`. Checkpoints
+    that contain other files or cannot be removed stay.
     """
     for path in list(whole(folder).values())[: -keep if keep is not None else 0]:
-        with contextlib.suppress(OSError):  # Renamed first: a half-removed checkpoint must not look complete.
+        with contextlib.suppress(OSError):  # Rename first: a partly removed checkpoint must not look complete.
             if path != written and _is_removable(path):
                 path.rename(path.with_name(f".{path.name}.removed"))
     clean(folder)
 
 
 def clean(folder: Path) -> None:
-    """Remove unfinished and half-removed checkpoints in `folder`. Only the run that has its lock may call it."""
+    """Remove unfinished and partly removed checkpoints in `folder`. Only the run that holds its lock may call this."""
     for path in _children(folder):
         if _PARTIAL.fullmatch(path.name) or _REMOVED.fullmatch(path.name):
             discard(path)
 
 
 def discard(partial: Path) -> None:
-    """Remove an unfinished checkpoint, if it exists and has nothing but the files of a checkpoint."""
+    """Remove an unfinished checkpoint if it exists and contains only checkpoint files."""
     with contextlib.suppress(OSError):
         if _is_removable(partial):
             shutil.rmtree(partial)
@@ -206,7 +206,7 @@ def _is_removable(checkpoint: Path) -> bool:
 
 
 def read_manifest(checkpoint: Path, needed: Collection[str] = ()) -> dict[str, FileRecord]:
-    """Size and hash of every file of a checkpoint. Raises `UserError`, also if a `needed` file is not listed."""
+    """Read the size and hash of every file of a checkpoint. Raises `UserError`, also if a `needed` file is missing."""
     path = checkpoint / MANIFEST
     try:
         records = read_as(path, _MANIFEST, _another(checkpoint)).files
@@ -222,8 +222,8 @@ def read_manifest(checkpoint: Path, needed: Collection[str] = ()) -> dict[str, F
 
 
 def require_own_name(checkpoint: Path, step: int, record: str) -> None:
-    """Check that a checkpoint is not named after another step than in its `record`: names decide which checkpoint is
-    the newest, and which ones are deleted. Raises `UserError`.
+    """Check that the step in a checkpoint's name, if any, equals the `step` in its `record`: the newest checkpoint and
+    those to delete are chosen by name. Raises `UserError`.
     """
     if (named := step_of(checkpoint)) not in (None, step):
         found, expected = f"step {named} in the name", f"{name_of(step)}, as in its {record}"
@@ -232,12 +232,12 @@ def require_own_name(checkpoint: Path, step: int, record: str) -> None:
 
 
 def verify(checkpoint: Path, records: Mapping[str, FileRecord], names: Iterable[str]) -> list[str]:
-    """Faults of these files of a checkpoint, one line each."""
+    """Return one line for each file in `names` that differs from its record or cannot be read."""
     return [fault for name in names if (fault := _fault(checkpoint / name, records[name]))]
 
 
 def unwritable(where: Path, error: OSError) -> UserError:
-    """The error for a checkpoint that cannot be written."""
+    """Return the error for a checkpoint that cannot be written."""
     intact, remedy = "; older ones are intact", "free space or grant access"
     if isinstance(error, FileNotFoundError):
         intact, remedy = "", "see who removes the folder"
@@ -247,7 +247,7 @@ def unwritable(where: Path, error: OSError) -> UserError:
 
 
 def damaged(checkpoint: Path, faults: Iterable[str]) -> UserError:
-    """The error for a checkpoint with damaged files."""
+    """Return the error for a checkpoint with damaged files."""
     lines = list(faults)
     problem = f"{len(lines)} damaged {'file' if len(lines) == 1 else 'files'} ({'; '.join(lines)})"
     return UserError.at(checkpoint, problem=problem, fix=_another(checkpoint))
@@ -286,24 +286,24 @@ def _sync(path: Path) -> None:
 
 
 def new_beside(target: Path, kind: str) -> Path:
-    """A new path of a temporary folder: `partial` of an export that is being written, `replaced` of an earlier one."""
+    """Return a new path for a temporary folder of `target`: `partial` for a new export, `replaced` for the old one."""
     return target.parent / f".{target.name}.{kind}-{secrets.token_hex(4)}"
 
 
 def remove_leftovers(target: Path, kind: str) -> None:
-    """Remove temporary folders of killed exports to `target`. Only the export that has the lock may call it."""
+    """Remove temporary folders that killed exports to `target` left. Only the export with the lock may call this."""
     name = re.compile(rf"\.{re.escape(target.name)}\.{kind}-[0-9a-f]{{8}}")
     for path in _children(target.parent):
         with contextlib.suppress(OSError, ValueError):
             if not name.fullmatch(path.name) or path.is_symlink() or _marked(path) is None:
                 continue
-            # A partial export has files that its mark does not list yet.
+            # The mark of a partial export does not list all of its files yet.
             if kind == "partial" or what_would_be_lost(path) is None:
                 remove_marked(path)
 
 
 def remove_marked(folder: Path) -> None:
-    """Remove an export, if it exists, and its mark last. Files that cannot be removed stay."""
+    """Remove an export, if it exists, and its mark last. Stop without an error at a file that cannot be removed."""
     with contextlib.suppress(OSError):
         for path in _children(folder):
             if path.name != MARK:
@@ -312,7 +312,7 @@ def remove_marked(folder: Path) -> None:
 
 
 def lock_of(target: Path) -> Path:
-    """The lock file of an export."""
+    """Return the path of the lock file of exports to `target`."""
     return target.parent / f".{target.name}.lock"
 
 
@@ -321,21 +321,21 @@ _MARK = defstruct("Mark", [("inode", int), ("files", dict[str, list[int]])])
 
 
 def mark(folder: Path) -> None:
-    """Mark a folder as an export of its present files. Raises `OSError`."""
+    """Mark a folder as an export that consists of its present files. Raises `OSError`."""
     files = {name: (path.lstat().st_size, path.lstat().st_ino) for name, path in _files(folder)}
     with replacing(folder / MARK) as new:
         new.write_text(json.dumps({"inode": folder.stat().st_ino, "files": files}, indent=2) + "\n", encoding="utf-8")
 
 
 def _marked(folder: Path) -> Mapping[str, list[int]] | None:
-    """The files in the mark of a folder; None if it is of another folder. Raises `OSError` and `UserError`."""
+    """Return the files listed in a folder's mark, or None if it marks another folder. Raises `OSError`, `UserError`."""
     marked = read_as(folder / MARK, _MARK, "remove the folder yourself if nobody needs it")
     return marked.files if marked.inode == folder.stat().st_ino else None
 
 
 def what_would_be_lost(folder: Path) -> str | None:
-    """What would be lost if an export replaced a folder: anything but an unchanged export. None if the folder is
-    absent, empty, or may be replaced. Raises `OSError` if it cannot be read.
+    """Return what would be lost if an export replaced `folder`, or None if the folder is absent, empty or an unchanged
+    export. Raises `OSError` if it cannot be read.
     """
     if not os.path.lexists(folder):
         return None
@@ -360,7 +360,7 @@ def what_would_be_lost(folder: Path) -> str | None:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """All files below a folder except its mark, by relative path; links count as files. Raises `OSError`."""
+    """Yield relative path and path of each file and link below a folder except its mark. Raises `OSError`."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -377,6 +377,6 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
 METRICS, CONFIG, LOG_LOCK = "metrics.jsonl", "config.yaml", ".metrics.lock"
 BAD_RECORDS = "bad_records.jsonl"
 WANDB_ID = "wandb-run-id"
-"""The file with the id of the Weights & Biases run, which a resumed run continues."""
+"""Name of the file with the ID of the Weights & Biases run, which a resumed run continues."""
 OF_A_RUN = (METRICS, CONFIG, BAD_RECORDS, "evaluation.json", WANDB_ID, "events.out.tfevents.*", "trace-rank*.json")
 """Glob patterns of the files that a run writes."""

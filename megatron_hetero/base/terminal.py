@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 from megatron_hetero.base.errors import printable
 
-# `rich` is imported where something is printed with it.
+# `rich` is imported only where it is used.
 if TYPE_CHECKING:
     from rich.console import Console
 
 FILE_COLUMNS = 300
-"""Columns assumed for a file or pipe, enough for the tables of a run."""
+"""Assumed width of a file or pipe in columns: enough for the tables of a run."""
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose messages escape control characters."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the message and exit."""
+        """Print the message with control characters escaped, and exit."""
         super().error(printable(message))
 
 
 def console() -> Console:
-    """A console on standard output. Tables are not cropped in a file or pipe."""
+    """Return a console on standard output, wide enough in a file or pipe that tables are not cropped."""
     from rich.console import Console
 
     if sys.stdout.isatty() or "COLUMNS" in os.environ:
@@ -39,7 +39,7 @@ def console() -> Console:
 
 
 def size_text(size: int) -> str:
-    """A number of bytes as text, in powers of 1,000."""
+    """Format a number of bytes in units of powers of 1,000, such as MB."""
     for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if size >= unit:
             return f"{size / unit:,.2f} {name}"
@@ -58,8 +58,8 @@ def prepare_outputs() -> None:
 
 
 class Progress:
-    """Reports progress of long work on standard error: a bar on a terminal, elsewhere a line from time to time. Short
-    work prints nothing. Any thread may call it.
+    """A progress report of long work on standard error: a bar on a terminal, elsewhere a line from time to time. Short
+    work prints nothing. Any thread may call its methods.
     """
 
     FIRST_S, LINE_S = 3.0, 15.0
@@ -76,7 +76,7 @@ class Progress:
         return self
 
     def advance(self, done: float, count: int) -> None:
-        """Add to the amount that is done, of the total, and to the number of things."""
+        """Add `done` to the completed amount of the total, and `count` to the number of processed items."""
         with self._lock:
             self._done += done
             self._count += count

@@ -1,6 +1,6 @@
-"""Worker processes, which take little time from the threads that train: threads of one process compete for Python's
-lock. A process is `python -m megatron_hetero.base.worker_process DESCRIPTOR`. It ends with its rank, however that ends,
-because the socket between them closes. Pickles come from processes of the same run only.
+"""Worker processes, which slow down training less than threads would, since threads compete for Python's lock. Each
+worker runs `python -m megatron_hetero.base.worker_process DESCRIPTOR`. It ends when its rank ends for any reason,
+because the socket between the two closes. Pickles come from processes of the same run only.
 
 Arrays are received directly into the memory in which they are used, almost without Python's lock: 24 MB of patches
 arrive in 4 ms and do not slow down another thread. `concurrent.futures` needs 41 ms and takes 40 % of the other
@@ -27,27 +27,27 @@ from megatron_hetero.base.errors import UserError
 
 _NUMBER = struct.Struct("<Q")
 _ENDS_S = 5.0
-"""Time-out in seconds of a process's end once its socket has closed."""
+"""Seconds to wait for a process to end after its socket has closed."""
 _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that are sent to a whole process group: a worker ignores them, as its rank decides when it ends."""
+"""Signals sent to a whole process group, which a worker ignores because its rank decides when it ends."""
 
 
 class Processes:
-    """Calls methods of a picklable `target` in `count` processes, for any number of threads. Each process is started
-    when it is first needed.
+    """A pool of `count` processes that call methods of a picklable `target`, for any number of threads. Each process is
+    started when it is first needed.
     """
 
     def __init__(self, target: Any, count: int, setting: str):
-        """`setting`: the setting of these processes, for messages."""
+        """`setting`: name of the user's setting for these processes, for messages."""
         self._idle: SimpleQueue[_Process] = SimpleQueue()
         processes = [_Process(target, setting) for _ in range(count)]
         for each in processes:
             self._idle.put(each)
         self.close = finalize(self, _close, processes)
-        """Ends the processes, as does the end of this process."""
+        """Function that ends the worker processes; it also runs when this process ends."""
 
     def call(self, what: str, method: str, *arguments: Any) -> Any:
-        """The result of a method. Raises its errors, and `UserError` that names `what` if the process has ended."""
+        """Return the result of a method. Raises its errors, and a `UserError` naming `what` if the process ended."""
         free = self._idle.get()
         try:
             return free.call(what, method, *arguments)
@@ -56,7 +56,7 @@ class Processes:
 
 
 class _Process:
-    """One process, used by one thread at a time."""
+    """A worker process, used by one thread at a time."""
 
     def __init__(self, target: Any, setting: str):
         self._target, self._setting = target, setting
@@ -64,7 +64,7 @@ class _Process:
         self._process: subprocess.Popen[bytes] | None = None
 
     def call(self, what: str, method: str, *arguments: Any) -> Any:
-        """See `Processes.call`."""
+        """Call a method in this process, as described in `Processes.call`."""
         try:
             to = self._socket or self._start()
             send(to, (method, *arguments))
@@ -107,7 +107,7 @@ class _Process:
         return UserError.at(self._setting, problem=problem, because=because, fix=fix)
 
     def close(self) -> None:
-        """Kills the process, if it was started. It writes nothing, so that it can end at any time."""
+        """Kill the process, if it was started. It writes no files, so that it can end at any time."""
         if self._socket is not None:
             self._socket.close()
         if self._process is not None:
@@ -121,8 +121,8 @@ def _close(processes: Iterable[_Process]) -> None:
 
 
 def send(to: socket.socket, value: Any) -> None:
-    """Sends the number of buffers, their lengths, a pickle of `value`, and its arrays. Raises `OSError` if the other
-    end is closed.
+    """Send the number of buffers, their lengths, a pickle of `value`, and the arrays in it. Raises `OSError` if the
+    other end is closed.
     """
     arrays: list[pickle.PickleBuffer] = []
     data = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)
@@ -133,7 +133,7 @@ def send(to: socket.socket, value: Any) -> None:
 
 
 def receive(source: socket.socket) -> Any:
-    """Receives a value. Raises `EOFError` or `OSError` if the other end is closed."""
+    """Receive a value that `send` has sent. Raises `EOFError` or `OSError` if the other end is closed."""
     (count,) = _NUMBER.unpack(_receive_bytes(source, _NUMBER.size))
     lengths = struct.unpack(f"<{count}Q", _receive_bytes(source, _NUMBER.size * count))
     data, *arrays = (_receive_bytes(source, length) for length in lengths)
@@ -152,7 +152,7 @@ def _receive_bytes(source: socket.socket, size: int) -> bytearray:
 
 
 def main(descriptor: int) -> None:
-    """Receives an object, then answers calls of its methods (name, arguments) until the rank ends."""
+    """Receive an object, then answer calls of its methods (name, arguments) until the rank ends."""
     with socket.socket(fileno=descriptor) as rank:
         try:
             target = receive(rank)
@@ -163,7 +163,7 @@ def main(descriptor: int) -> None:
 
 
 def _answer(target: Any, method: str, *arguments: Any) -> Any:
-    """The result of a call, or the error for the rank to raise."""
+    """Call a method and return its result, or the error for the rank to raise."""
     try:
         return getattr(target, method)(*arguments)
     except UserError as error:

@@ -1,10 +1,10 @@
-"""A boundary for a training loop of your own: planned from what each rank knows, and crossed as a function
+"""A boundary for custom training loops: planned from the rows of each rank, and crossed as a function
 (docs/library.md, "Without stages: autograd").
 
-A crossing is a collective in both directions, but autograd goes back only through what it reaches from a loss: a rank
-without a loss, or whose loss uses no row, would leave the others waiting. `micro_batch` therefore ends the graph at
-each crossing. Backward passes inside it accumulate the gradients of the rows that arrived. At its end the gradients of
-all crossings return on all ranks, the last crossing first, and are back-propagated through the module that computed the
+A crossing is a collective in both directions, but autograd runs backward only from a loss: a rank without a loss, or
+whose loss uses no row, would leave other ranks waiting. `micro_batch` therefore ends the graph at each crossing.
+Backward passes inside `micro_batch` accumulate the gradients of the rows that arrived. At its end all ranks send the
+gradients of all crossings back, the last crossing first, and back-propagate them through the modules that computed the
 rows.
 """
 
@@ -40,13 +40,13 @@ from megatron_hetero.layout.graph import Edge, as_edge
 from megatron_hetero.layout.layout import Layout
 
 PADDING = -1
-"""The id of a held row that does not cross."""
+"""Id of a held row that does not cross the boundary."""
 Ids = Sequence[int] | np.ndarray | Tensor
 
 
 class BoundaryEnd(NamedTuple):
-    """The ranks at one end of a boundary, and their module with its layout, if known: no two of its replicas may have
-    the same row.
+    """One end of a boundary: its ranks and, if known, the module and its layout, no two replicas of which may have the
+    same row.
     """
 
     ranks: Sequence[int]
@@ -55,7 +55,7 @@ class BoundaryEnd(NamedTuple):
 
 
 def ends_of(topology: Topology, edge: Edge) -> tuple[BoundaryEnd, BoundaryEnd]:
-    """Return the end that rows leave, and the end that they enter."""
+    """Return the two ends of an edge: the end that rows leave, and the end that rows enter."""
     source, target = topology.layouts[edge.source], topology.layouts[edge.target]
     return (
         BoundaryEnd(edge.source_ranks(source), edge.source, source),
@@ -64,7 +64,7 @@ def ends_of(topology: Topology, edge: Edge) -> tuple[BoundaryEnd, BoundaryEnd]:
 
 
 class Rows(NamedTuple):
-    """The rows that a rank holds and needs in a crossing, or the numbers that they follow from, see `Boundary.plan`."""
+    """The rows that a rank holds and needs in a crossing, or numbers that determine them, see `Boundary.plan`."""
 
     held: Ids = ()
     needed: Ids = ()
@@ -73,7 +73,7 @@ class Rows(NamedTuple):
     rows_per_sample: int | Sequence[int] | np.ndarray | Tensor | None = None
 
     def counted(self, topology: Topology, edge: Edge) -> Rows:
-        """Return the rows with the ids given by `samples` and `rows_per_sample`, if given. Raises `UserError`."""
+        """Return rows with ids, computed from `samples` and `rows_per_sample` if given. Raises `UserError`."""
         if self.samples is None and self.rows_per_sample is None:
             return self
         where = f"boundary {edge} on rank {topology.rank}: samples"
@@ -100,7 +100,7 @@ class Rows(NamedTuple):
 
 
 class RowIds(NamedTuple):
-    """Checked `Rows`, int64. `counts`: the numbers that they follow from, as text, or "none"."""
+    """Checked `Rows`, with int64 ids. `counts`: `samples` and `rows_per_sample` as text, or "none" if not given."""
 
     held: np.ndarray
     needed: np.ndarray
@@ -109,7 +109,7 @@ class RowIds(NamedTuple):
 
     @classmethod
     def of(cls, boundary: str, rank: int, rows: Rows) -> RowIds:
-        """Check the rows of `rank`. Raises `UserError`."""
+        """Check the rows of `rank`, and return their ids as arrays. Raises `UserError`."""
         where = f"boundary {boundary} on rank {rank}"
         if rows.gradient not in ("invariant", "partial"):
             expected = "'invariant' or 'partial'"
@@ -122,9 +122,9 @@ class RowIds(NamedTuple):
 def ownerships_of(
     boundary: str, ranks: Sequence[int], rows: Sequence[RowIds], ends: Sequence[BoundaryEnd] | None = None
 ) -> tuple[Ownership, Ownership]:
-    """Return which ranks hold and which need the rows of a crossing, from the rows of each rank of its boundary. Rows
-    are numbered from 0 in the order of their ids, padding after them. `ends`: by default all ranks. Raises `UserError`,
-    see `Boundary.plan`.
+    """Return the ownership of held rows and that of needed rows in a crossing, from the rows of each rank. Rows are
+    numbered from 0 in the order of their ids, padding rows last. `ends`: the ends of the boundary; by default both have
+    all ranks. Raises `UserError`, see `Boundary.plan`.
     """
     source, target = ends or (BoundaryEnd(ranks), BoundaryEnd(ranks))
     if rows[0].gradient == "partial":  # Samples of several replicas may share a picture: each has a partial gradient.
@@ -148,7 +148,7 @@ def ownerships_of(
     holders = _grouped(boundary, "held", source, held, numbers)
     needing = _grouped(boundary, "needed", target, needed, numbers)
     first = len(numbers)
-    for group, ids in holders.items():  # Padding rows have further numbers, which no rank needs.
+    for group, ids in holders.items():  # Padding rows get numbers after all other rows; no rank needs padding.
         padding = ids == PADDING
         holders[group] = np.where(padding, first - 1 + np.cumsum(padding), ids)
         first += int(padding.sum())
@@ -156,7 +156,7 @@ def ownerships_of(
 
 
 def _array(values: Any) -> np.ndarray:
-    """Return an array on the host; an array of dtype object for what is no array of numbers, such as ragged lists."""
+    """Convert `values` to an array on the host, of dtype object if they form no array, such as ragged lists."""
     try:
         return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
     except (TypeError, ValueError, RuntimeError):
@@ -164,7 +164,7 @@ def _array(values: Any) -> np.ndarray:
 
 
 def _ids(what: str, values: Any, least: int = 0) -> np.ndarray:
-    """Check ids, which are distinct except for `PADDING`, and return them as an array. Raises `UserError`."""
+    """Check ids, which must be distinct except for `PADDING`, and return an int64 array. Raises `UserError`."""
     ids = _array(values)
     if ids.size == 0:
         return np.zeros(0, np.int64)
@@ -184,12 +184,12 @@ def _ids(what: str, values: Any, least: int = 0) -> np.ndarray:
 def _grouped(
     boundary: str, what: str, end: BoundaryEnd, rows: Mapping[int, np.ndarray], numbers: np.ndarray
 ) -> dict[tuple[int, ...], np.ndarray]:
-    """Group ranks that have the same rows in the same order. Raises `UserError` if two groups, or replicas, share a
-    row.
+    """Group ranks that have the same rows in the same order, and return the rows of each group. Raises `UserError` if
+    two groups, or two replicas, share a row.
     """
     ranks_by_rows, where = dict[bytes, list[int]](), f"boundary {boundary}: {what}"
     for rank in end.ranks:
-        # Ranks without rows are groups of their own.
+        # Each rank without rows forms a separate group.
         key = rows[rank].tobytes() if len(rows[rank]) else b"no rows of rank %d" % rank
         ranks_by_rows.setdefault(key, []).append(rank)
     replica_of = end.layout.replica_of if end.layout else lambda _: 0
@@ -217,7 +217,7 @@ def _grouped(
 
 
 class Boundary:
-    """The boundary along one edge, on one of its ranks. Training loops call `open`."""
+    """The boundary along one edge, as seen by this rank. Training loops create it with `open`."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class Boundary:
         with self._doing("the opening"):
             communicators = boundary_communicators(topology, {edge: width}, dtype, transport=transport, check=check)
         self.communicator = communicators[edge]
-        self._hosts = topology.planned.get(edge)  # None on a rank that takes no part.
+        self._hosts = topology.planned.get(edge)  # None on a rank outside of the boundary.
         self._micro_batch: MicroBatchCrossings | None = None
 
     @classmethod
@@ -263,25 +263,25 @@ class Boundary:
         check: bool = True,
         timeout_s: float | None = None,
     ) -> Boundary:
-        """Open the boundary from module `source` to `target`. A rank that has neither the last stage of `source` nor
-        the first one of `target` takes no part: there plans and crossings do nothing, and return no rows.
+        """Open the boundary from module `source` to `target`. On a rank with neither the last stage of `source`
+        nor the first stage of `target`, plans and crossings do nothing and return no rows.
 
-        The topology was built by `build`, or with the edge in `planned`. Defaults are those of the topology's graph.
+        The topology must be built by `build`, or with the edge in `planned`. Defaults come from the topology's graph.
 
         Args:
             topology: the topology.
             source: the module that computes the rows.
-            target: the module that they enter.
-            width: elements of a row.
+            target: the module that the rows enter.
+            width: number of elements of a row.
             dtype: dtype of the rows.
             transport: see `BoundaryCommunicator`.
-            check: see `BoundaryCommunicator`. Without checks, gradients of all crossings in grad mode return, also
-                where the rows of no rank require them.
+            check: see `BoundaryCommunicator`. Without checks, all crossings in grad mode return gradients, even if
+                no rank's rows require gradients.
             timeout_s: seconds after which a plan or crossing that other ranks have not reached ends the process with a
-                message; by default those of `build`; 0: never.
+                message; by default the timeout of `build`; 0 disables.
 
         Raises:
-            UserError: the topology has no such edge, or no graph with a default.
+            UserError: the topology has no such edge, or an omitted setting has no default.
         """
         edge = as_edge((source, target), topology.layouts)
         options: Any = {"width": width, "dtype": dtype, "transport": transport, "check": check, "timeout_s": timeout_s}
@@ -297,36 +297,36 @@ class Boundary:
         samples: int | None = None,
         rows_per_sample: int | Sequence[int] | np.ndarray | Tensor | None = None,
     ) -> LoadedPlan:
-        """Plan a crossing from what each rank knows. All ranks of the boundary call it, with their local rows; or,
-        where both modules read their `Topology.shard` of the samples, with the number of samples and of their rows.
+        """Plan a crossing. All ranks of the boundary must call this with their local rows or, if both modules
+        read their `Topology.shard` of the samples, with the numbers of samples and of rows per sample.
 
             plan = boundary.plan(samples=8, rows_per_sample=9)
 
         Args:
             held: ids of the rows that this rank passes to the crossing, in that order; int64, from 0. Ranks that hold
-                the same rows, such as those along `tp`, give the same ids. -1, as often as needed, is a row that does
-                not cross: a class token, padding.
+                the same rows, such as ranks along `tp`, give the same ids. The id -1, which may repeat, marks a row
+                that does not cross, such as a class token or padding.
             needed: ids of the rows that this rank needs, in the order in which they arrive.
-            gradient: how ranks hold the gradients of rows that several of them need, the same on all ranks.
-                `invariant`: each of them computes the whole gradient, as Megatron's layers do along `tp`, with or
-                without sequence parallelism. `partial`: each computes a partial sum, as ranks do that share the tokens
-                of a sample. Where ranks do both (`tp` with `cp`), let each need the rows of its local tokens only,
-                which makes gradients `invariant`.
-            samples: the samples of the micro-batch, of all replicas, in place of `held` and `needed`.
-            rows_per_sample: the rows of each sample, one number for all or one for each.
+            gradient: form of the gradients of rows that several ranks need, the same on all ranks. `invariant`: each of
+                these ranks computes the whole gradient, as Megatron's layers do along `tp`, with or without sequence
+                parallelism. `partial`: each of these ranks computes a partial sum, as when ranks share the tokens of a
+                sample. For both (`tp` with `cp`), let each rank need only the rows of its local tokens, which makes
+                gradients `invariant`.
+            samples: number of samples in the micro-batch over all replicas, in place of `held` and `needed`.
+            rows_per_sample: number of rows per sample, one number for all samples or one for each.
 
         Raises:
             UserError: on all ranks, if a row is held or needed twice, or needed and not held; if ranks with a common
                 row do not hold the same rows; if two replicas hold the same row, or need it while `gradient` is
                 `invariant`, which would count gradients wrongly (under `torch.no_grad()` this is allowed, and the plan
                 has a forward direction only); or if ranks differ in `gradient`, plan different boundaries, or have
-                opened this one differently. On the calling rank alone, amid a backward pass, see `__call__`.
+                opened this one differently. On the calling rank alone, during a backward pass, see `__call__`.
         """
         return self.plans([Rows(held, needed, gradient, samples, rows_per_sample)])[0]
 
     @_disable_dynamo
     def plans(self, crossings: Sequence[Rows]) -> list[LoadedPlan]:
-        """Plan several crossings, see `plan`, with one exchange between the hosts."""
+        """Plan several crossings, see `plan`, with a single exchange between hosts."""
         require_no_backward(self._micro_batch)
         rank, name = dist.get_rank(), str(self.edge)
         if self._hosts is None:
@@ -347,14 +347,14 @@ class Boundary:
         return [self._planned(ranks, crossing_rows, any(trains)) for crossing_rows in zip(*rows, strict=True)]
 
     def _planned(self, ranks: Sequence[int], rows: Sequence[RowIds], trains: bool) -> LoadedPlan:
-        """Plan a crossing from the rows of all ranks."""
+        """Return this rank's plan of a crossing, computed from the rows of all ranks."""
         name = str(self.edge)
         try:
             return self._load(*ownerships_of(name, ranks, rows, self._ends))
         except UserError:
             if trains:
                 raise
-        # Where no gradients return, replicas may have the same rows.
+        # Replicas may have the same rows if no gradients return.
         ends = [BoundaryEnd(end.ranks) for end in self._ends]
         return self._load(*ownerships_of(name, ranks, rows, ends), backward=False)
 
@@ -364,15 +364,15 @@ class Boundary:
 
     @_disable_dynamo
     def __call__(self, plan: LoadedPlan, rows: Tensor | None = None) -> Tensor:
-        """Turn the rows that this rank holds, [held, width], into the rows that it needs, [needed, width]. All ranks of
-        the boundary call it; a rank that holds no rows may omit them. Rows of a narrower floating dtype (under
-        autocast) are converted to the dtype of the boundary.
+        """Exchange the rows that this rank holds, [held, width], for the rows that it needs, [needed, width]. All ranks
+        of the boundary must call it; a rank that holds no rows may omit `rows`. Rows of a narrower floating dtype
+        (under autocast) are converted to the dtype of the boundary.
 
-        Differentiable inside a `micro_batch`, where the graph ends at the rows that arrive.
+        The crossing is differentiable inside a `micro_batch`; the autograd graph ends at the rows that arrive.
 
         Raises:
             UserError: rows do not fit the plan, or plans differ; on all ranks, unless `open` was given `check=False`.
-                Also if rows require gradients outside of a `micro_batch`, or cross amid a backward pass, as under
+                Also if rows require gradients outside of a `micro_batch`, or cross during a backward pass, as under
                 `torch.utils.checkpoint`.
         """
         if not isinstance(plan, LoadedPlan):
@@ -389,12 +389,11 @@ class Boundary:
     @_disable_dynamo
     def backward(self, loss: Tensor) -> None:
         """Back-propagate `loss`, a scalar of the module whose rows leave by this boundary, at the end of the
-        micro-batch, in one backward pass with the rows. `loss.backward()` would free the graph that they need.
+        micro-batch, in one backward pass with the module's rows. `loss.backward()` would free the rows' graph.
 
         Raises:
-            UserError: outside of a `micro_batch`, or `loss` is not a scalar with a graph. At the end of the
-            micro-batch:
-                the loss depends on rows that crossed this boundary.
+            UserError: outside of a `micro_batch`, or `loss` is not a scalar that requires gradients. At the end of
+                the micro-batch, if `loss` depends on rows that crossed this boundary.
         """
         if self._micro_batch is None or loss.numel() != 1 or not loss.requires_grad:
             found = f"a tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
@@ -412,7 +411,7 @@ class Boundary:
         return self.communicator.start_forward(plan, widened(rows, self.communicator.dtype)).wait()
 
     def _doing(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Watch code that waits for the other ranks of the boundary."""
+        """Return a context that watches code that waits for other ranks of the boundary."""
         described = f"{what} of boundary {self.edge}, with all its ranks,"
         return self._watchdog.doing(lambda: described, self._timeout_s)
 
@@ -422,11 +421,11 @@ class Boundary:
 
 @contextlib.contextmanager
 def micro_batch(*boundaries: Boundary) -> Iterator[None]:
-    """Enclose the forward and backward passes of a micro-batch. Gradients of all rows that cross one of the boundaries
-    return at the end, on all ranks. All ranks of a boundary enter it, and cross its boundaries in the same order.
+    """Enclose the forward and backward passes of a micro-batch. At its end, all ranks send back the gradients of
+    all rows that crossed `boundaries`. All ranks of a boundary must enter it, and cross boundaries in the same order.
 
     Raises:
-        UserError: a boundary is inside a micro-batch already.
+        UserError: a boundary is already inside a micro-batch.
     """
     if busy := [boundary for boundary in boundaries if boundary._micro_batch is not None]:
         where, problem = f"boundary {busy[0].edge}", "is inside a micro-batch already"
@@ -439,7 +438,7 @@ def micro_batch(*boundaries: Boundary) -> Iterator[None]:
         yield
     except BaseException:
         if current.problem:
-            current.end()  # It raises the problem on all ranks.
+            current.end()  # This raises the problem on all ranks.
         raise
     else:
         current.end()
@@ -450,17 +449,17 @@ def micro_batch(*boundaries: Boundary) -> Iterator[None]:
 
 
 def place_rows(embedded: Tensor, rows: Tensor, places: Tensor, *, length_first: bool = False) -> Tensor:
-    """Return an embedding with `rows`, [rows, hidden], at the `places` of a mask, bool [samples, length].
+    """Return `embedded` with `rows`, [rows, hidden], where the mask `places`, bool [samples, length], is true.
 
         hidden = place_rows(embedding(tokens), rows, tokens == picture_token)
 
     `embedded` is [samples, length, hidden], or [length, samples, hidden] with `length_first` as in Megatron. Rows are
-    in the order of samples and then of places, and converted to the dtype of the embedding; both get gradients. With a
+    ordered by sample and then by place, and converted to the dtype of `embedded`; both inputs get gradients. With a
     mask on a GPU the host waits for the device.
 
     Raises:
-        UserError: shapes do not fit, or there are more or fewer places than rows. The latter is a `RuntimeError` under
-            `torch.compile(fullgraph=True)`.
+        UserError: shapes do not fit, or the numbers of places and rows differ (a `RuntimeError` under
+            `torch.compile(fullgraph=True)`).
     """
     shape = tuple(embedded.shape[1::-1] if length_first else embedded.shape[:2])
     if tuple(places.shape) != shape or places.dtype != torch.bool or rows.shape[1:] != embedded.shape[2:]:
@@ -469,7 +468,7 @@ def place_rows(embedded: Tensor, rows: Tensor, places: Tensor, *, length_first: 
         expected = f"{what}, [rows, hidden], [samples, length] and torch.bool"
         found, fix = f"shapes {shapes} and places of {places.dtype}", "reshape them, or change `length_first`"
         raise UserError.at("place_rows", found=found, expected=expected, fix=fix)
-    if torch.compiler.is_compiling():  # The host does not know the number of places: the graph itself checks it.
+    if torch.compiler.is_compiling():  # The number of places is unknown on the host, so the graph checks it.
         torch._assert_async(places.sum() == len(rows), f"place_rows: another number of places than {len(rows)} rows")
     sample, at = places.nonzero().unbind(1)
     if not torch.compiler.is_compiling() and len(at) != len(rows):

@@ -1,8 +1,8 @@
-"""Executes boundary plans: packs rows by index, exchanges them, unpacks them by index. The plan makes all decisions.
+"""Executes boundary plans: packs, exchanges and unpacks rows by the indices in the plan.
 
 `start_forward` and `start_backward` return a `Crossing` whose first exchange overlaps what the caller does before
-`Crossing.wait`; each later phase starts when the one before it has arrived. Where source and destination share no rank,
-`wait` depends on the other side only through its start (docs/boundaries.md, "Overlap").
+`Crossing.wait`; each later phase starts when the previous one has finished. If source and destination share no rank,
+`wait` depends on the other side only to have started (docs/boundaries.md, "Overlap").
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ if TYPE_CHECKING:
 
 
 class BoundaryCommunicator:
-    """Moves rows, [rows, width], between the ranks of a group.
+    """Communicator that moves rows, [rows, width], between the ranks of a group.
 
     Args:
         group: process group with the ranks of every plan, ascending.
         device: device of the rows.
-        width: elements of a row.
+        width: number of elements of a row.
         dtype: dtype of the rows.
-        backward: a group of the same ranks for gradients; default `group`. It must be another communicator where
-            crossings of both directions can be in flight at once: on NCCL a communicator is one queue.
-        transport: dtype on the wire, such as bfloat16 for fp32 rows; None: `dtype`. All rows are rounded to it, also
-            those that stay on their rank, so that copies of a row are equal.
-        check: before sending anything, all ranks agree that their rows fit their plans and that they follow the same
-            plan. An error on one rank is then raised on all, with nothing in flight and the group usable. This costs a
-            small gather when a crossing starts: a round trip, and on a GPU the host waits for the device. If False, a
-            rank raises only errors in its own rows or plan, and plans of different batches go unnoticed, hang or fail
-            in the backend. A plan of the wrong batch on all ranks, with matching numbers of rows, is never detected.
+        backward: process group of the same ranks for gradients; by default `group`. It must be a separate one if
+            crossings of both directions can be in flight at once: an NCCL communicator is one queue.
+        transport: dtype on the wire, such as bfloat16 for fp32 rows; by default `dtype`. All rows are rounded to it,
+            including rows that stay on their rank, so that copies of a row are equal.
+        check: whether all ranks verify, before sending, that rows fit plans and that all follow the same plan. An error
+            on one rank is then raised on all ranks, with nothing in flight and the group usable. This costs a small
+            gather when a crossing starts: a round trip, and on a GPU the host waits for the device. If False, a rank
+            raises only errors in its local rows or plan, and plans of different batches go unnoticed, hang or fail in
+            the backend. A plan of the wrong batch on all ranks, with matching numbers of rows, is never detected.
         name: name of the edge, for errors.
     """
 
@@ -87,12 +87,12 @@ class BoundaryCommunicator:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row on the wire."""
+        """Number of bytes of a row on the wire."""
         return self.width * self.transport.itemsize
 
     @property
     def terms(self) -> dict[str, str]:
-        """The settings that all ranks must open the boundary with."""
+        """The settings of the boundary that must be equal on all ranks."""
         return {name: str(getattr(self, name)) for name in ("width", "dtype", "transport", "check")}
 
     def no_rows(self) -> Tensor:
@@ -100,8 +100,8 @@ class BoundaryCommunicator:
         return torch.empty(0, self.width, dtype=self.dtype, device=self.device)
 
     def start_forward(self, plan: LoadedPlan, rows: Tensor) -> Crossing:
-        """Start to turn this rank's source rows, [held, width], into the rows it needs. Not differentiable; see
-        `Boundary`. `rows` must not change before the crossing has been waited for.
+        """Start to exchange this rank's source rows, [held, width], for the rows that it needs, without autograd (see
+        `Boundary`). `rows` must not change before `Crossing.wait` returns.
 
         Raises:
             UserError: rows do not fit the plan, or plans differ; on every rank with `check`.
@@ -109,8 +109,8 @@ class BoundaryCommunicator:
         return self._start("forward", plan, rows)
 
     def start_backward(self, plan: LoadedPlan, grads: Tensor, *, problem: str | None = None) -> Crossing:
-        """Start to turn gradients of needed rows, [needed, width], into gradients of held rows: the adjoint. If they
-        are partial and the two sides share no rank, this waits for the other ranks of this side.
+        """Start to exchange gradients of needed rows, [needed, width], for gradients of held rows (the adjoint). If
+        gradients are partial and the two sides share no rank, wait for the other ranks of this side.
 
         Raises:
             UserError: as `start_forward`; also if the plan has no backward direction, or for a `problem` of the caller.
@@ -132,7 +132,7 @@ class BoundaryCommunicator:
     def _problem(
         self, name: str, plan: LoadedPlan, direction: DirectionPlan[RowIndex] | None, rows: Tensor
     ) -> str | None:
-        """Describe the error in the plan or rows of this rank, if any."""
+        """Return the error in this rank's plan or rows as text; None if there is no error."""
         fix = "give the boundary this batch's plan and the rows that it names"
         if plan.edge and self.name and plan.edge != self.name:
             found, expected = f"a plan of boundary {plan.edge}", "its own"
@@ -164,9 +164,9 @@ class BoundaryCommunicator:
     def _require_agreement(
         self, name: str, problem: str | None, plan: LoadedPlan, rows: Tensor, group: dist.ProcessGroup
     ) -> None:
-        """Check that no rank has a `problem`, that all follow one plan, and that gradients of rows on several ranks
-        (`name` is "backward") are as it states: whole and so equal, or partial and so different. Raises the same
-        `UserError` on every rank. Costs one small gather.
+        """Check that no rank has a `problem`, that all ranks follow the same plan and, if `name` is "backward", that
+        gradients of the same rows on several ranks are equal if planned as `invariant`, and differ if `partial`. Raises
+        the same `UserError` on every rank. Costs one small gather.
         """
         mine = torch.tensor([problem is not None, plan.digest, 0, 0, -1, 0, 0], dtype=torch.float64, device=self.device)
         if name == "backward" and problem is None and can_compare(plan, rows):
@@ -203,10 +203,9 @@ def boundary_communicators(
     transport: torch.dtype | None = None,
     check: bool = True,
 ) -> dict[Edge, BoundaryCommunicator]:
-    """Create a communicator for each of some edges of the topology; where this rank takes no part, one of this rank
-    alone.
+    """Create a communicator for each edge in `widths`; on a rank outside of the edge, one for this rank alone.
 
-    `widths`: elements of a row of each edge; other arguments are those of `BoundaryCommunicator`.
+    `widths`: number of elements per row of each edge; for the other arguments see `BoundaryCommunicator`.
     """
     rank = topology.rank
     create = partial(
@@ -220,7 +219,7 @@ def boundary_communicators(
 
 
 class Crossing:
-    """A crossing in flight. Call `wait` once."""
+    """A crossing in flight; call `wait` once to finish it."""
 
     def __init__(
         self,
@@ -236,7 +235,7 @@ class Crossing:
         self._lease = BufferLease(communicator._buffers)
         if self._wire_dtype == self._dtype:
             self._output = rows.new_empty(direction.needed, communicator.width)
-        else:  # Rows arrive in a buffer.
+        else:  # Receive rows in a buffer of the wire dtype.
             self._output = self._lease.acquire(direction.needed, self._wire_dtype)
         if not direction.complete:
             self._output.zero_()
@@ -245,7 +244,7 @@ class Crossing:
 
     @torch.no_grad()
     def wait(self) -> Tensor:
-        """Wait for the rows, [needed, width]. On a GPU the current stream waits, not the host."""
+        """Wait for and return the needed rows, [needed, width]. On a GPU the current stream waits, not the host."""
         for _ in self._phases:
             pass
         result = self._output.to(self._dtype)
@@ -253,11 +252,11 @@ class Crossing:
         return result
 
     def _run_phases(self, direction: DirectionPlan[RowIndex], rows: Tensor) -> Iterator[None]:
-        """Run all phases, and yield while an exchange is in flight."""
+        """Run all phases; yield while an exchange is in flight."""
         if (reduce := direction.exchange("reduce")) is not None:
             sums = self._lease.acquire(len(rows), self._dtype).copy_(rows)
             finish = self._launch(reduce, self._to_wire_dtype(rows), sums)
-            if not self._point_to_point:  # Otherwise receivers may wait for the sums before this rank calls `wait`.
+            if not self._point_to_point:  # If point-to-point, receivers may need the sums before `wait`.
                 yield
             finish()
             rows = sums
@@ -278,10 +277,10 @@ class Crossing:
         return rows if self._wire_dtype == self._dtype else self._lease.acquire(len(rows), self._wire_dtype).copy_(rows)
 
     def _launch(self, plan: Exchange[RowIndex], source: Tensor, target: Tensor) -> Callable[[], None]:
-        """Start an exchange. Returns the function that waits for it and unpacks the rows into `target`."""
+        """Start an exchange; return a function that waits for it and unpacks the rows into `target`."""
         lease = BufferLease(self._communicator._buffers)
         sent = gather_rows(source, plan.send, lease)
-        # A contiguous run is received in place; other rows, and partial sums, go through a buffer.
+        # Receive a contiguous run in place, and other rows and partial sums in a buffer.
         in_place = isinstance(plan.receive, slice) and plan.phase != "reduce"
         rows = sum(plan.receive_counts)
         received = target[plan.receive] if in_place else lease.acquire(rows, source.dtype)
@@ -300,14 +299,14 @@ class Crossing:
 
 
 def _all_to_all(received: Tensor, sent: Tensor, plan: Exchange[RowIndex], group: dist.ProcessGroup) -> Sequence[Any]:
-    """Start one uneven all-to-all over the group."""
+    """Start one uneven all-to-all over the group, and return its handle in a list."""
     return [dist.all_to_all_single(received, sent, plan.receive_counts, plan.send_counts, group=group, async_op=True)]
 
 
 def _point_to_point(
     received: Tensor, sent: Tensor, plan: Exchange[RowIndex], group: dist.ProcessGroup
 ) -> Sequence[Any]:
-    """Start one batch of sends and receives, between ranks that exchange at least one row."""
+    """Start one batch of sends and receives between ranks that exchange rows, and return their handles."""
     ranks = dist.get_process_group_ranks(group)
     sides = (dist.isend, sent, plan.send_counts), (dist.irecv, received, plan.receive_counts)
     batch = [
@@ -322,17 +321,16 @@ def _point_to_point(
 # ---------------------------------------------------------------------------- checks before a crossing
 
 _SAME = 1e-3
-"""Tolerance between projections of equal gradients, relative to the sum of absolute values: sums differ in order."""
+"""Tolerance for projections of equal gradients, which differ in rounding, relative to the sum of absolute values."""
 _FEW = 8
-"""Up to this many values of partial gradients may be equal by chance."""
+"""Number of values up to which partial gradients are not compared, since they may be equal by chance."""
 
 
 class GradientCopy(NamedTuple):
     """A summary of a rank's gradients of rows that several ranks need.
 
-    `projection`: their sum, with weights that depend on the place; `size`: the sum of their absolute values. `leader`:
-    the first of these ranks. `summed`: whether gradients are partial. `pooled`: whether all rows have the same
-    gradient.
+    `projection`: sum of the gradients, weighted by position; `size`: sum of their absolute values. `leader`: first rank
+    that needs the rows. `summed`: whether gradients are partial. `pooled`: whether all rows have equal gradients.
     """
 
     projection: float
@@ -343,19 +341,19 @@ class GradientCopy(NamedTuple):
 
 
 def can_compare(plan: LoadedPlan, grads: Tensor) -> bool:
-    """Whether the summaries of all ranks can show that `grads` are not as the plan states."""
+    """Return whether the summaries of all ranks can reveal that `grads` contradict the plan."""
     return len(plan.copies) > 1 and not (plan.summed and grads.numel() <= _FEW)
 
 
 def summarize(plan: LoadedPlan, grads: Tensor) -> Tensor:
-    """Return this rank's `GradientCopy`, fp64 [5] on the device."""
+    """Return this rank's `GradientCopy` as a tensor, fp64 [5] on the device."""
     size = torch.linalg.vector_norm(grads, 1, dtype=torch.float64)
     pooled = (grads == grads[:1]).all().to(size)
     return torch.stack([_projection(grads), size, *size.new_tensor([min(plan.copies), plan.summed]), pooled])
 
 
 def require_fit(title: str, copies: Mapping[int, GradientCopy]) -> None:
-    """Check the gradients of the same rows on several ranks by their summaries. Raises `UserError`."""
+    """Check by summaries that several ranks' gradients of the same rows are as planned. Raises `UserError`."""
     found = f"{title} backward: found gradients of rows that"
     projections, sizes, _, summed, _ = zip(*copies.values(), strict=True)
     apart = max(projections) - min(projections) + max(sizes) - min(sizes)
@@ -377,13 +375,13 @@ def require_fit(title: str, copies: Mapping[int, GradientCopy]) -> None:
         )
         if not copies[ranks[0]].pooled:
             raise UserError(problem)
-        # Equal partial gradients of a mean over rows look like this, too.
+        # Only warn: partial gradients of a mean over rows may be equal, too.
         warnings.warn(problem, stacklevel=2)
 
 
 def _projection(grads: Tensor) -> Tensor:
-    """Return a weighted sum, fp64, that differs between gradients with the same values in different places."""
+    """Return a weighted sum of `grads`, fp64, that depends on the positions of the values."""
     rows, columns = (torch.arange(1, n + 1, device=grads.device, dtype=torch.float32) for n in grads.shape)
-    # Fractions of multiples of an irrational number are spread evenly.
+    # Weights are fractional parts of multiples of an irrational number, which are spread evenly.
     by_row = torch.mv(grads, (columns * 0.618034 % 1 - 0.3).to(grads.dtype))
     return torch.dot(by_row.double(), (rows * 0.414214 % 1 - 0.3).double())

@@ -1,10 +1,10 @@
-"""The crossings of a micro-batch, and how their gradients go back.
+"""The crossings of a micro-batch, and the return of their gradients.
 
-What arrives is the output of an autograd node that stores the gradients that come to it. They go back at the end, on
-all ranks, the last crossing first. The module that computed rows runs its backward pass once, with the gradients of all
-of its rows: wrappers such as DDP reduce gradients in each backward pass and expect one for each forward pass. When it
-does so is the same on all ranks of the module, as FSDP2 requires, whose backward passes communicate: the order follows
-from the names of edges, not from what the rows of a rank were computed from.
+Rows that arrive are the output of an autograd node that stores the gradients of these rows. At the end of the
+micro-batch, all ranks send the gradients back, the last crossing first. A module that computed rows runs its backward
+pass once, with the gradients of all of its rows: wrappers such as DDP reduce gradients in each backward pass and expect
+one for each forward pass. The order of backward passes is the same on all ranks of a module, as FSDP2 requires, whose
+backward passes communicate: it follows from the names of edges, not from the graph of each rank.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _OF_LATER_ROWS = (
 )
 
 Doing = Callable[[str], AbstractContextManager[None]]
-"""Watches the enclosed code, described by a text, for ranks that never arrive."""
+"""Returns a context that watches the enclosed code, described by a text, for ranks that never arrive."""
 
 
 @dataclass(eq=False)
@@ -80,23 +80,25 @@ class _Crossing:
         self.computed = True
 
     def accumulate(self, grad: Tensor) -> None:
-        """Add the gradient of a backward pass, [needed, width]."""
+        """Add `grad`, [needed, width], the gradient from one backward pass."""
         self._notice(grad)
         self.grad = grad if self.grad is None else self.grad + grad
 
     def go_back(self, problem: str | None) -> Tensor:
-        """Return the gradient of this rank's rows, [held, width]; a collective. Raises `problem` on all ranks."""
+        """Send gradients back, a collective, and return the gradient of this rank's rows, [held, width]. Raises
+        `problem` on all ranks.
+        """
         if self.grad is None:
             shape = self.plan.forward.needed, self.communicator.width
             self.grad = torch.zeros(shape, dtype=self.communicator.dtype, device=self.communicator.device)
             problem = problem or (_NOT_ACCUMULATED if self.computed else None)
-        grad, self.grad = self.grad, None  # The rows that arrived keep this object alive.
+        grad, self.grad = self.grad, None  # Free the gradient, since the rows that arrived keep this object alive.
         with self.doing("the return of gradients"):
             return self.communicator.start_backward(self.plan, grad, problem=problem).wait()
 
 
 class _Arrival(torch.autograd.Function):
-    """Returns rows that arrived; `arrived` is a list, so that they are not a view of an input."""
+    """An autograd function that returns arrived rows, given in a list so that the output is not a view of an input."""
 
     @staticmethod
     def forward(ctx: Any, _: Tensor, crossing: _Crossing, arrived: list[Tensor]) -> Tensor:
@@ -111,13 +113,13 @@ class _Arrival(torch.autograd.Function):
 
 
 _Returned = dict[Tensor, Tensor]
-"""The gradients of rows, from the crossings whose gradients have returned so far."""
+"""Gradients by rows, from all crossings whose gradients have returned so far."""
 
 
 @dataclass(eq=False)
 class MicroBatchCrossings:
-    """The crossings of a micro-batch, in order. `losses`: by module, the losses that are back-propagated together with
-    the module's rows. `problem`: an error of this rank amid a backward pass, of which other ranks learn at the end.
+    """The crossings of a micro-batch, in order. `losses`: losses by module, back-propagated together with the module's
+    rows. `problem`: an error of this rank during a backward pass, which all ranks raise at the end.
     """
 
     crossings: list[_Crossing] = field(default_factory=list)
@@ -127,8 +129,8 @@ class MicroBatchCrossings:
     def cross(
         self, edge: Edge, communicator: BoundaryCommunicator, plan: LoadedPlan, rows: Tensor, doing: Doing
     ) -> Tensor:
-        """Let rows cross, see `Boundary.__call__`. `doing` watches the return of gradients, which waits for other
-        ranks.
+        """Send `rows` along `edge` and return the rows that arrive, see `Boundary.__call__`. `doing` watches the return
+        of gradients, which waits for other ranks.
         """
         returns = returns_gradients(communicator, plan, rows)
         arrived = communicator.start_forward(plan, widened(rows, communicator.dtype)).wait()
@@ -139,10 +141,10 @@ class MicroBatchCrossings:
 
     @_disable_dynamo
     def end(self) -> None:
-        """Send the gradients of all crossings back."""
+        """Send the gradients of all crossings back, and run the backward passes of the modules."""
         if not self.crossings and not self.losses:
             return
-        # Autocast is for forward passes.
+        # Disable autocast, which must not wrap backward passes.
         device = (self.crossings[-1].communicator if self.crossings else next(iter(self.losses.values()))[0]).device
         with torch.autocast(device.type, enabled=False):
             self._end()
@@ -150,9 +152,9 @@ class MicroBatchCrossings:
             raise UserError(self.problem)
 
     def _end(self) -> None:
-        waiting: dict[str, _Returned] = {}  # by the module that computed the rows
+        waiting: dict[str, _Returned] = {}  # gradients of rows, by the module that computed the rows
         for source in sorted(self.losses.keys() - {crossing.edge.source for crossing in self.crossings}):
-            self._backward(source, {})  # Its rows get no gradients.
+            self._backward(source, {})  # No rows of this module get gradients.
         while self.crossings:
             crossing = self.crossings[-1]
             due = [source for source, rows in waiting.items() if not self._may_wait(source, rows)]
@@ -171,20 +173,20 @@ class MicroBatchCrossings:
                 self._backward(crossing.edge.source, waiting.pop(crossing.edge.source, {}))
 
     def _may_wait(self, source: str, waiting: _Returned) -> bool:
-        """Whether no rows of `source` were computed from the rows of the last crossing. Rows that crossed before it
-        were not.
+        """Return whether the backward pass of `source` can wait: no rows in `waiting` depend on the last crossing. Rows
+        that crossed before it cannot depend on it.
         """
         last, before = self.crossings[-1], {earlier.rows for earlier in self.crossings}
         later = [rows for rows in waiting if rows not in before]
         return not later or not (last.edge.target == source or any(_computed_from(rows, last) for rows in later))
 
     def _backward(self, source: str, waiting: _Returned) -> None:
-        """Run the backward pass of the module that computed rows, once for all of its rows and losses."""
+        """Run the backward pass of module `source`, once for all of its rows and losses."""
         losses = self.losses.pop(source, [])
         roots = [*losses, *waiting]
         if not roots or self.problem:
             return
-        # Other rows may share nodes of the graph.
+        # Retain the graph if other rows that wait for gradients may share its nodes.
         shared = any(left.rows is not None and left.rows.requires_grad for left in self.crossings)
         grads = [*(None for _ in losses), *(grad.to(rows.dtype) for rows, grad in waiting.items())]
         try:
@@ -192,10 +194,10 @@ class MicroBatchCrossings:
         except RuntimeError as error:
             if "backward through the graph a second time" not in str(error):
                 raise
-            self.problem = self.problem or _FREED  # Raised where the next crossing goes back, on all of its ranks.
+            self.problem = self.problem or _FREED  # Raised on all ranks of the next crossing when it goes back.
 
     def close(self) -> None:
-        """Refuse backward passes from now on."""
+        """Forget all crossings and losses, so that later backward passes raise an error."""
         for crossing in self.crossings:
             crossing.rows = None
         self.crossings.clear()
@@ -203,8 +205,8 @@ class MicroBatchCrossings:
 
 
 def require_no_backward(current: MicroBatchCrossings | None) -> None:
-    """Check, before waiting for other ranks, that this rank is not amid a backward pass. Other ranks may not be in one,
-    and learn of the error at the end of the micro-batch. Raises `UserError`.
+    """Check, before waiting for other ranks, that this rank is not in a backward pass. If it is, raise `UserError`
+    here, and on the other ranks at the end of the micro-batch.
     """
     if torch._C._current_graph_task_id() != -1:
         if current is not None:
@@ -213,7 +215,7 @@ def require_no_backward(current: MicroBatchCrossings | None) -> None:
 
 
 def _computed_from(rows: Tensor, crossing: _Crossing) -> bool:
-    """Whether the graph of `rows` depends on the rows that arrived by `crossing`."""
+    """Return whether the graph of `rows` depends on the rows that arrived by `crossing`."""
     seen: set[Any] = set()
     left: list[Any] = [rows.grad_fn]
     while left:
@@ -228,18 +230,18 @@ def _computed_from(rows: Tensor, crossing: _Crossing) -> bool:
 
 
 def requires_grad(rows: Tensor) -> bool:
-    """Whether the rows of this rank require gradients."""
+    """Return whether the rows of this rank require gradients."""
     return torch.is_grad_enabled() and isinstance(rows, Tensor) and rows.requires_grad
 
 
 def returns_gradients(communicator: BoundaryCommunicator, plan: LoadedPlan, rows: Tensor) -> bool:
-    """Whether gradients go back through a crossing, the same on all ranks: if the rows of any rank require them.
-    Finding out takes a small all-reduce. A communicator without checks omits it: gradients then go back in grad mode if
+    """Return whether gradients go back through a crossing: on all ranks, if the rows of any rank require gradients,
+    which a small all-reduce determines. Without checks there is no all-reduce, and gradients go back in grad mode if
     the plan has a backward direction.
 
     Raises:
-        UserError: on every rank. Some rows require gradients, and another rank is not in grad mode or has a plan of the
-            forward direction only.
+        UserError: on every rank, if some rows require gradients and another rank is not in grad mode or has a plan of
+            the forward direction only.
     """
     on = torch.is_grad_enabled()
     if not communicator.check:
@@ -262,8 +264,6 @@ def returns_gradients(communicator: BoundaryCommunicator, plan: LoadedPlan, rows
 
 
 def widened(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert rows to `dtype` if it represents their values without loss, such as bfloat16 in float32; else return
-    them unchanged.
-    """
+    """Convert `rows` to `dtype` if that is lossless, as from bfloat16 to float32; else return `rows` unchanged."""
     floating = isinstance(rows, Tensor) and rows.is_floating_point()
     return rows.to(dtype) if floating and torch.promote_types(rows.dtype, dtype) == dtype else rows

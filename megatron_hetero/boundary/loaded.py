@@ -15,14 +15,14 @@ from megatron_hetero.boundary.routes import DirectionPlan, Exchange
 from megatron_hetero.groups.platform import on_device
 
 RowIndex = slice | Tensor
-"""Rows of a buffer: a contiguous run, sent and received without a copy, or int64 indices on the device."""
+"""Indices of rows in a buffer: a slice for a contiguous run, which needs no copy, or int64 on the device."""
 
 
 class BufferPool:
-    """A free list of byte buffers, so that a crossing allocates only its result once crossings of its size have run.
+    """A free list of byte buffers, so that a crossing allocates only its result after earlier crossings of its size.
 
-    Buffers are untyped, for rows of any dtype. Their sizes are powers of two, so that slowly growing batches do not
-    each allocate new ones.
+    Buffers are untyped, for rows of any dtype. Sizes are powers of two, so that slowly growing batches reuse
+    buffers.
     """
 
     def __init__(self, width: int, device: torch.device):
@@ -31,28 +31,28 @@ class BufferPool:
         self._free: list[Tensor] = []
 
     def acquire(self, size: int) -> Tensor:
-        """Take an uninitialized buffer of at least `size` bytes."""
+        """Return an uninitialized buffer of at least `size` bytes, free or newly allocated."""
         fitting = [i for i, buffer in enumerate(self._free) if len(buffer) >= size]
         if fitting:
             return self._free.pop(min(fitting, key=lambda i: len(self._free[i])))
-        if self._free:  # Replace the smallest, so that the pool holds no more buffers than are in use at once.
+        if self._free:  # Replace the smallest buffer: the pool never has more than are in use at once.
             self._free.pop(min(range(len(self._free)), key=lambda i: len(self._free[i])))
         return torch.empty(1 << max(0, size - 1).bit_length(), dtype=torch.uint8, device=self._device)
 
     def release(self, buffer: Tensor) -> None:
-        """Return a buffer to the free list."""
+        """Add a buffer to the free list."""
         self._free.append(buffer)
 
 
 class BufferLease:
-    """Buffers of a pool, released together."""
+    """Buffers acquired from a pool, which `close` releases together."""
 
     def __init__(self, pool: BufferPool):
         self._pool = pool
         self._acquired: list[Tensor] = []
 
     def acquire(self, rows: int, dtype: torch.dtype) -> Tensor:
-        """Take an uninitialized buffer, [rows, width]."""
+        """Return an uninitialized buffer, [rows, width]."""
         width = self._pool.width
         size = rows * width * dtype.itemsize
         buffer = self._pool.acquire(size)
@@ -60,7 +60,7 @@ class BufferLease:
         return buffer[:size].view(dtype).view(rows, width)
 
     def close(self) -> None:
-        """Release all buffers. On a GPU, later work on the current stream may overwrite them."""
+        """Release all buffers. On a GPU, later work on the current stream may overwrite the buffers."""
         while self._acquired:
             self._pool.release(self._acquired.pop())
 
@@ -69,7 +69,7 @@ class BufferLease:
 
 
 def load_index(index: np.ndarray, device: torch.device) -> RowIndex:
-    """Copy `index`, int64 [rows], to the device; return a slice where it is a contiguous run."""
+    """Copy `index`, int64 [rows], to the device; if it is a contiguous run, return a slice instead."""
     if not len(index):
         return slice(0, 0)
     if index[-1] - index[0] == len(index) - 1 and np.all(np.diff(index) == 1):
@@ -78,7 +78,7 @@ def load_index(index: np.ndarray, device: torch.device) -> RowIndex:
 
 
 def gather_rows(rows: Tensor, index: RowIndex, lease: BufferLease) -> Tensor:
-    """Return `rows[index]`, contiguous; in a buffer of `lease` unless the rows are contiguous already."""
+    """Return the contiguous tensor `rows[index]`, in a buffer of `lease` unless the rows are contiguous already."""
     if not isinstance(index, slice):
         return torch.index_select(rows, 0, index, out=lease.acquire(len(index), rows.dtype))
     run = rows[index]
@@ -86,7 +86,7 @@ def gather_rows(rows: Tensor, index: RowIndex, lease: BufferLease) -> Tensor:
 
 
 def scatter_rows(target: Tensor, index: RowIndex, rows: Tensor) -> None:
-    """Set `target[index] = rows`."""
+    """Set `target[index]` to `rows`."""
     if isinstance(index, slice):
         target[index] = rows
     else:
@@ -105,13 +105,13 @@ def scatter_add_rows(target: Tensor, index: RowIndex, rows: Tensor, lease: Buffe
 
 @dataclass(frozen=True, eq=False)
 class LoadedPlan(RankPlan[RowIndex]):
-    """A `RankPlan` whose indices are on the device. `edge`: the edge of the boundary that planned it, if any."""
+    """A `RankPlan` whose indices are on the device. `edge`: the edge that the plan is for; empty for any edge."""
 
     edge: str = ""
 
 
 def load_plan(plan: RankPlan[np.ndarray], device: torch.device, *, edge: str = "") -> LoadedPlan:
-    """Copy the indices of `plan` to the device, asynchronously. `edge`: the edge that it is for; by default any.
+    """Return `plan` with its indices copied to the device asynchronously. `edge`: the plan's edge; by default any.
 
     Raises:
         UserError: `plan` is not the plan of one rank.

@@ -1,9 +1,9 @@
-"""Which rank holds which rows, and how the gradient of a row is held. Pure.
+"""Ownerships: which ranks hold which rows, and in which form they have the gradient of a row. Pure.
 
 A row is one embedding that crosses a boundary; row ids start at 0. Ranks that replicate the same rows (over `tp`
 without sequence-parallel activations) form a replica group.
 
-The gradient of a replicated row is held in one of two ways, which define ⟨x, y⟩ over all ranks:
+The gradient of a replicated row has one of two forms, which define the inner product ⟨x, y⟩ over all ranks:
 
     invariant   each holder has the whole gradient; a row counts once, however many ranks hold it
     partial     each holder has a partial sum; the gradient is the sum over the holders
@@ -11,8 +11,8 @@ The gradient of a replicated row is held in one of two ways, which define ⟨x, 
 As text, an ownership lists its groups and their rows in stored order. `Ownership.parse(str(x))` equals `x`:
 
     0: 0-3,8; 1: 4-7           rank 0 holds five rows, rank 1 four
-    0,1: 0-8                   both hold all nine, invariant
-    0,1: 0-8 partial           the same, with gradients to be summed
+    0,1: 0-8                   both ranks hold all nine rows, invariant
+    0,1: 0-8 partial           the same rows, with gradients to be summed
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, eq=False)
 class Members:
-    """The ranks of replica groups as arrays, int64.
+    """The ranks of replica groups as int64 arrays.
 
     `ranks`: ranks of all groups, concatenated; `starts`, [groups + 1]: the index in `ranks` where each group begins,
-    and the end. `sorted_ranks`, `sorted_groups`: all ranks, ascending, and the group of each.
+    then the end. `sorted_ranks`, `sorted_groups`: all ranks, ascending, and the group of each.
     """
 
     ranks: np.ndarray
@@ -48,15 +48,15 @@ class Members:
 
     @property
     def sizes(self) -> np.ndarray:
-        """Ranks of each group."""
+        """Number of ranks in each group."""
         return np.diff(self.starts)
 
     def group_of(self, rank: int) -> int:
-        """Return the group of `rank`; -1 if it is in no group."""
+        """Return the index of the group that contains `rank`; -1 if no group does."""
         return int(self.groups_of(np.array([rank]))[0])
 
     def groups_of(self, ranks: np.ndarray) -> np.ndarray:
-        """Return the group of each of `ranks`, int64; -1 for ranks in no group."""
+        """Return the index of the group of each of `ranks`, int64; -1 for ranks in no group."""
         if not len(self.sorted_ranks):
             return np.full(len(ranks), -1, np.int64)
         at = np.minimum(np.searchsorted(self.sorted_ranks, ranks), len(self.sorted_ranks) - 1)
@@ -65,7 +65,7 @@ class Members:
 
 @lru_cache(maxsize=64)
 def members_of(groups: Groups) -> Members:
-    """Return `groups` as arrays. Raises `ValueError` if a group is empty or a rank is in two."""
+    """Return `groups` as arrays. Raises `ValueError` if a group is empty or a rank is in two groups."""
     sizes = np.fromiter(map(len, groups), np.int64, len(groups))
     ranks = np.fromiter((rank for group in groups for rank in group), np.int64, int(sizes.sum()))
     order = np.argsort(ranks, kind="stable")
@@ -77,11 +77,11 @@ def members_of(groups: Groups) -> Members:
 
 @dataclass(frozen=True, eq=False)
 class Ownership:
-    """One side of a boundary.
+    """The ownership of rows on one side of a boundary.
 
     `groups`: disjoint replica groups of ranks, of one rank each if nothing is replicated. `ids`: int64, the rows that
     the ranks of each group hold, in stored order, concatenated; `starts`: int64 [groups + 1], where each group's rows
-    begin in `ids`, and the end. No two groups hold the same row. `gradient`: see the module docstring.
+    begin in `ids`, then the end. No two groups hold the same row. `gradient`: see the module docstring.
 
     Raises:
         ValueError: a rank is in two groups, `starts` do not partition `ids`, or a row id is negative or occurs twice.
@@ -134,19 +134,19 @@ class Ownership:
     def from_assignment(cls, groups: Groups, group_of_row: np.ndarray, gradient: Gradient = "invariant") -> Ownership:
         """Build an ownership from the group of each row, int64 [rows]; groups store their rows in ascending order."""
         counts = np.bincount(group_of_row, minlength=len(groups))
-        small = group_of_row.astype(np.uint16) if len(groups) <= 1 << 16 else group_of_row  # sorts ten times as fast
+        small = group_of_row.astype(np.uint16) if len(groups) <= 1 << 16 else group_of_row  # sorts ten times faster
         return cls(groups, np.argsort(small, kind="stable"), np.concatenate([[0], np.cumsum(counts)]), gradient)
 
     def of_groups(self, first: int, last: int) -> Ownership:
-        """Return the groups [first, last), with their rows."""
+        """Return the ownership of the groups [first, last) with their rows."""
         low, high = self.starts[first], self.starts[last]
         return Ownership(
             self.groups[first:last], self.ids[low:high], self.starts[first : last + 1] - low, self.gradient
         )
 
     def cut(self, ends: Sequence[int]) -> list[Ownership]:
-        """Cut the rows at `ends`, which ascend: each result has the rows from one end to the next, numbered from 0, in
-        the groups and the order of the whole.
+        """Cut the rows at `ends`, which ascend, and return the ownership of the rows between each two consecutive ends,
+        numbered from 0, with the same groups and order.
         """
         if len(ends) == 2 and (ends[0], ends[1]) == (0, len(self.ids)):
             return [self]
@@ -159,14 +159,14 @@ class Ownership:
 
     @classmethod
     def joined(cls, ownerships: Sequence[Ownership]) -> Ownership:
-        """Join the rows that each group holds in `ownerships`, which have the same groups and kind of gradient."""
+        """Return the ownership of all rows of `ownerships`, which have the same groups and form of gradient."""
         first, ids = ownerships[0], np.concatenate([each.ids for each in ownerships])
         order = np.argsort(np.concatenate([each.group_of_entry for each in ownerships]), kind="stable")
         return cls(first.groups, ids[order], np.sum([each.starts for each in ownerships], axis=0), first.gradient)
 
     @classmethod
     def parse(cls, text: str) -> Ownership:
-        """Read the text of an ownership, see the module docstring. Raises `UserError` if it is malformed."""
+        """Parse the text of an ownership, see the module docstring. Raises `UserError` if it is malformed."""
         body = text.strip().removesuffix("partial")
         gradient: Gradient = "invariant" if body == text.strip() else "partial"
         try:
@@ -188,12 +188,12 @@ class Ownership:
 
     @cached_property
     def members(self) -> Members:
-        """The groups as arrays."""
+        """The ranks of the groups as arrays."""
         return members_of(self.groups)
 
     @property
     def rows(self) -> tuple[np.ndarray, ...]:
-        """The row ids of each group."""
+        """The row ids that each group holds, in stored order."""
         return tuple(np.split(self.ids, self.starts[1:-1])) if self.groups else ()
 
     @property
@@ -207,7 +207,7 @@ class Ownership:
         return self.ids[:0] if group < 0 else self.ids[self.starts[group] : self.starts[group + 1]]
 
     def peers_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that hold the same rows as `rank`, itself included; empty for a rank not on this side."""
+        """Return the ranks that hold the same rows as `rank`, including `rank`; empty for a rank not on this side."""
         group = self.members.group_of(rank)
         return () if group < 0 else self.groups[group]
 
@@ -226,8 +226,8 @@ class Ownership:
         return np.arange(len(self.ids)) - self.starts[self.group_of_entry]
 
     def locate(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the group that holds each of `ids`, -1 for rows that no group holds, and its index in the stored order
-        of that group.
+        """Return, for each of `ids`, the group that holds the row (-1 if no group does), and the row's index in the
+        stored order of that group.
         """
         size = 1 + int(max(self.ids.max(initial=-1), ids.max(initial=-1)))
         group, index = np.full(size, -1, np.int64), np.zeros(size, np.int64)

@@ -19,17 +19,17 @@ from megatron_hetero.boundary.routes import DirectionPlan, Index, Redistribution
 from megatron_hetero.layout.grammar import format_ranks
 
 SHOWN = 256
-"""Limit on the moves that the text of a plan lists."""
+"""Maximum number of moves that the text of a plan lists."""
 
 
 @dataclass(frozen=True, eq=False)
 class RankPlan(Generic[Index]):
-    """What one rank sends and receives in a crossing of one batch.
+    """The plan of one rank: what it sends and receives in a crossing of one batch.
 
-    `ranks`: all participants, ascending; counts are in their order. `digest`: `BoundaryPlan.digest` of the whole plan.
-    `point_to_point`: whether exchanges are batches of sends and receives, or else all-to-alls over all of `ranks`.
-    `copies`: the ranks that need the same rows as this one, itself included; `summed`: whether their gradients of these
-    rows are partial sums. `backward`: None where no gradients return.
+    `ranks`: all participating ranks, ascending; counts are in this order. `digest`: `BoundaryPlan.digest` of the whole
+    plan. `point_to_point`: whether exchanges are batches of sends and receives, or else all-to-alls over `ranks`.
+    `copies`: the ranks that need the same rows as this rank, including it; `summed`: whether the gradients of these
+    rows are partial sums. `backward`: None if no gradients return.
     """
 
     rank: int
@@ -57,10 +57,10 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BoundaryPlan:
-    """The moves of rows from `source` to `destination`, and of their gradients back. `row_bytes`: bytes of a row on the
-    wire.
+    """The plan of a boundary: moves of rows from `source` to `destination`, and of gradients back. `row_bytes`: number
+    of bytes of a row on the wire.
 
-    `rank` returns what one rank does; `print` shows the whole plan.
+    `rank` returns the plan of one rank; `print` shows the whole plan.
     """
 
     source: Ownership
@@ -79,7 +79,7 @@ class BoundaryPlan:
 
     @cached_property
     def digest(self) -> int:
-        """CRC-32 of both ownerships, by which ranks detect that they follow different plans."""
+        """CRC-32 of both ownerships, by which ranks detect that their plans differ."""
         digest = 0
         for side in (self.source, self.destination):
             digest = crc32(side.gradient.encode(), digest)
@@ -88,7 +88,7 @@ class BoundaryPlan:
         return digest
 
     def rank(self, rank: int, *, backward: bool = True) -> RankPlan[np.ndarray]:
-        """Plan what `rank`, one of `ranks`, sends and receives. `backward=False`: only in the forward direction."""
+        """Return what `rank`, one of `ranks`, sends and receives. `backward=False`: plan the forward direction only."""
         forward, back = self.directions.values()
         return RankPlan(
             rank,
@@ -103,7 +103,7 @@ class BoundaryPlan:
 
     @cached_property
     def directions(self) -> dict[str, Redistribution]:
-        """The redistributions of both directions, `forward` and `backward`."""
+        """The redistributions of both directions, by the names `forward` and `backward`."""
         source, destination = self.source, self.destination
         forward = Redistribution(source, destination, summed=False, once=False)
         summed, once = destination.gradient == "partial", source.gradient == "partial"
@@ -123,7 +123,7 @@ class BoundaryPlan:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        """Write a summary, the moves, and the totals."""
+        """Yield the lines of the plan's text: a summary, the moves, and the totals."""
         how = "batched point-to-point" if self.point_to_point else "one uneven all-to-all per phase"
         rows = len(self.destination.ids)
         yield f"boundary of {rows:,} rows of {self.row_bytes:,} bytes over {len(self.ranks)} ranks, {how}"
@@ -146,7 +146,7 @@ class BoundaryPlan:
 
 
 def plan_boundary(source: Ownership, destination: Ownership, row_bytes: int) -> BoundaryPlan:
-    """Plan a boundary. `row_bytes`: bytes of a row on the wire.
+    """Return the plan of a boundary. `row_bytes`: number of bytes of a row on the wire.
 
     Raises:
         UserError: no rank holds a row that is needed.

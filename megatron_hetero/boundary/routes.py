@@ -1,10 +1,9 @@
 """Routes: the moves that turn one ownership of rows into another, computed for one rank or for all. Pure data.
 
-A direction has up to three phases, each one uneven all-to-all, or a batch of point-to-point transfers where the two
-sides share no rank: *reduce* adds up partial gradients at the sender of a row, *scatter* takes a row once to its first
-receiver in a group that does not hold it, *gather* copies it from there to the rest of the group. docs/boundaries.md,
-"Routes" and "Backward", lists the cases. Each rank computes its own moves only, and receives no row that it has or does
-not need.
+A direction has up to three phases, each an uneven all-to-all, or a batch of point-to-point transfers if the two sides
+share no rank: *reduce* sums partial gradients at the sender of a row, *scatter* sends a row to its first receiver in
+each group that lacks the row, and *gather* copies the row to the rest of that group. docs/boundaries.md, "Routes" and
+"Backward", lists the cases. Each rank computes only its local moves, and receives only rows that it needs and lacks.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from megatron_hetero.boundary.ownership import Ownership
 Phase = Literal["reduce", "scatter", "gather"]
 PHASES: tuple[Phase, ...] = ("reduce", "scatter", "gather")
 Index = TypeVar("Index")
-"""Indices of rows: int64 arrays in plans, and slices or tensors once they are loaded to a device (`loaded`)."""
+"""Type of row indices: int64 arrays in plans; slices or tensors in plans loaded to a device (`loaded`)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Exchange(Generic[Index]):
-    """One phase on one rank, in row indices of its buffers.
+    """One phase of a crossing on one rank, as row indices in the rank's buffers.
 
-    `send`: the rows to send, ordered by receiver; `send_counts`: rows to each of the plan's ranks. `receive`: where
-    received rows are written (added, in a reduce), ordered by sender; `receive_counts`: rows from each of the plan's
-    ranks.
+    `send`: indices of rows to send, ordered by receiver; `send_counts`: number of rows for each rank of the plan.
+    `receive`: indices to write received rows to (add, in a reduce), ordered by sender; `receive_counts`: number of rows
+    from each rank of the plan.
     """
 
     phase: Phase
@@ -42,12 +41,12 @@ class Exchange(Generic[Index]):
 
 @dataclass(frozen=True, eq=False)
 class DirectionPlan(Generic[Index]):
-    """One direction of a boundary for one rank.
+    """The plan of one direction of a boundary for one rank.
 
-    `held`, `needed`: rows of the input and of the output buffer. `local_from`, `local_to`: rows that stay on this rank,
-    as indices in the input and the output. `exchanges`: the phases, the same on every rank. A reduce adds to a copy of
-    the input, from which the scatter reads; a gather reads and writes the output. `complete`: whether every output row
-    is written; the others are zero.
+    `held`, `needed`: number of rows in the input and the output buffer. `local_from`, `local_to`: input and output
+    indices of rows that stay on this rank. `exchanges`: one for each phase; all ranks have the same phases. A reduce
+    adds to a copy of the input, from which the scatter reads; a gather reads and writes the output. `complete`: whether
+    every output row is written; unwritten rows are zero.
     """
 
     held: int
@@ -63,7 +62,7 @@ class DirectionPlan(Generic[Index]):
 
 
 def is_identity(plan: DirectionPlan[np.ndarray]) -> bool:
-    """Whether the output equals the input: no rank exchanges anything, and every row stays in its place."""
+    """Return whether the output equals the input: no rank exchanges rows, and every row keeps its index."""
     everything = np.arange(plan.held)
     in_place = np.array_equal(plan.local_from, everything) and np.array_equal(plan.local_to, everything)
     return in_place and plan.needed == plan.held and not plan.exchanges
@@ -71,10 +70,10 @@ def is_identity(plan: DirectionPlan[np.ndarray]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class RowTable:
-    """Rows to move, one column per property, int64 [rows], ordered by pair of groups and then by destination index.
+    """A table of rows to move: columns, int64 [rows], ordered by pair of groups and then by destination index.
 
-    `held`, `needed`: the groups that hold and need the row; `source_index`, `target_index`: its indices in their
-    stored orders; `ordinal`, `count`: its number among the rows of its pair of groups, and the number of these rows.
+    `held`, `needed`: the groups that hold and need the row; `source_index`, `target_index`: the row's indices in the
+    stored orders of these groups; `ordinal`, `count`: its number in this pair of groups, and the pair's row count.
     """
 
     held: np.ndarray
@@ -85,13 +84,13 @@ class RowTable:
     count: np.ndarray
 
     def repeated(self, times: np.ndarray) -> RowTable:
-        """Repeat row i `times[i]` times."""
+        """Return the table with row i repeated `times[i]` times."""
         return RowTable(*(np.repeat(column, times) for column in self.__dict__.values()))
 
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """Moves of single rows, as columns, int64 [moves]. A row whose sender is its receiver stays."""
+    """Moves of single rows, as columns, int64 [moves]. A row stays on its rank if sender and receiver are equal."""
 
     sender: np.ndarray
     receiver: np.ndarray
@@ -99,14 +98,14 @@ class Routes:
     target_index: np.ndarray
 
     def row_counts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Senders, receivers and row counts of all pairs of different ranks, ordered by sender and receiver."""
+        """Return the sender, receiver and number of rows of each pair of different ranks, ordered by both ranks."""
         moved = self.sender != self.receiver
         ranks = 1 + int(self.receiver.max(initial=0))
         keys, rows = np.unique(self.sender[moved] * ranks + self.receiver[moved], return_counts=True)
         return keys // ranks, keys % ranks, rows
 
     def exchange(self, phase: Phase, rank: int, ranks: Sequence[int]) -> Exchange[np.ndarray]:
-        """Return the sends and receives of `rank`."""
+        """Return the rows that `rank` sends and receives in `phase`. `ranks`: all ranks of the plan, ascending."""
         order = np.asarray(ranks)
 
         def side(local: np.ndarray, peer: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, list[int]]:
@@ -121,11 +120,11 @@ class Routes:
 
 @dataclass(frozen=True, eq=False)
 class Redistribution:
-    """One direction of a boundary, on all ranks: rows from ownership `held` to ownership `needed`.
+    """One direction of a boundary on all ranks, which moves rows from ownership `held` to ownership `needed`.
 
-    `summed`: holders of a row hold partial sums, which are added. `once`: only one member of each destination group
-    needs the row. `mirror`: the redistribution with the sides exchanged, if known; it saves computing the pairs of
-    groups again.
+    `summed`: whether holders of a row have partial sums, which are added. `once`: whether only one member of each
+    destination group needs the row. `mirror`: the redistribution in the opposite direction, if known, whose pairs of
+    groups are reused.
     """
 
     held: Ownership
@@ -148,9 +147,9 @@ class Redistribution:
         return tuple(phase for phase in PHASES if used[phase])
 
     def plan(self, rank: int, ranks: Sequence[int]) -> DirectionPlan[np.ndarray]:
-        """Plan what `rank` sends and receives."""
+        """Return what `rank` sends and receives. `ranks`: all ranks of the boundary, ascending."""
         rows = self.row_table(rank)
-        # The routes of the scatter include the rows that stay, even if it moves none.
+        # The routes of the scatter include rows that stay on their rank, even if the scatter moves no row.
         scatter = self.routes("scatter", rows)
         routes = {phase: scatter if phase == "scatter" else self.routes(phase, rows) for phase in self.phases}
         local = np.flatnonzero((scatter.sender == rank) & (scatter.receiver == rank))
@@ -184,7 +183,7 @@ class Redistribution:
 
     @cached_property
     def _columns(self) -> tuple[np.ndarray, ...]:
-        """(held group, needed group, source index, target index) of all rows that are both held and needed."""
+        """Columns (held group, needed group, source index, target index) of all rows that are both held and needed."""
         held, source_index = self.held.locate(self.needed.ids)
         columns = held, self.needed.group_of_entry, source_index, self.needed.index_of_entry
         if np.all(held >= 0):
@@ -198,7 +197,7 @@ class Redistribution:
 
     @cached_property
     def _pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """The pairs of groups (held, needed) that have rows."""
+        """The pairs of groups (held, needed) with common rows, as two arrays."""
         if self.mirror is not None:
             needed, held = self.mirror._pairs
             return held, needed
@@ -207,9 +206,7 @@ class Redistribution:
         return keys // len(self.needed.groups), keys % len(self.needed.groups)
 
     def row_table(self, rank: int | None) -> RowTable:
-        """Return the rows that `rank` holds or needs; all rows if it is None. A table has all rows of a pair of groups
-        or none.
-        """
+        """Return the rows of all pairs of groups that have `rank` in either group; all rows if `rank` is None."""
         held, needed, source_index, target_index = self._columns
         if rank is not None:
             mine = (held == self.held.members.group_of(rank)) | (needed == self.needed.members.group_of(rank))
@@ -227,7 +224,7 @@ class Redistribution:
         return _SharedRanks.of(self.held, self.needed)
 
     def routes(self, phase: Phase, rows: RowTable) -> Routes:
-        """Return the moves of `rows` in a phase."""
+        """Return the moves of `rows` in `phase`."""
         return {"reduce": self._reduce, "scatter": self._scatter, "gather": self._gather}[phase](rows)
 
     def _endpoints(self, rows: RowTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -235,7 +232,7 @@ class Redistribution:
         holders, readers = self.held.members, self.needed.members
         key = rows.held * len(self.needed.groups) + rows.needed
         shared = self._shared.number(key)
-        # Portions are contiguous runs. They begin at another member for each group, which spreads the remainders.
+        # Portions are contiguous runs. Each group's first portion is at another member, which spreads the remainders.
         portion = (rows.ordinal * np.where(shared, shared, readers.sizes[rows.needed]) // rows.count) + rows.held
         member = (rows.ordinal + rows.needed) % holders.sizes[rows.held]
         sender = holders.ranks[holders.starts[rows.held] + member]
@@ -257,7 +254,7 @@ class Redistribution:
         crossing = Routes(sender, first_receiver, rows.source_index, rows.target_index)
         if self.summed or self.once or not np.any(shared > 1):
             return crossing
-        # A row stays on all shared ranks, not only on its sender.
+        # Each row stays on all shared ranks, not only on its sender.
         member, times = _all_members(self.needed, rows.needed)
         copies = rows.repeated(times)
         stays = (self.held.members.groups_of(member) == copies.held) & (member != np.repeat(sender, times))
@@ -280,10 +277,10 @@ class Redistribution:
 
 @dataclass(frozen=True, eq=False)
 class _SharedRanks:
-    """The ranks shared by a holding group and a needing group.
+    """The ranks shared by each pair of a holding and a needing group.
 
-    `keys`: keys of the pairs of groups that share ranks, ascending, and a larger number; `counts`: the number of shared
-    ranks of each pair, and 0; `starts`: the index in `ranks` where the ranks of each pair begin, and the end.
+    `keys`: ascending keys of the pairs that share ranks, then a sentinel; `counts`: number of shared ranks of each
+    pair, then 0; `starts`: index in `ranks` of the first shared rank of each pair, then the length of `ranks`.
     """
 
     keys: np.ndarray
@@ -293,7 +290,7 @@ class _SharedRanks:
 
     @classmethod
     def of(cls, held: Ownership, needed: Ownership) -> _SharedRanks:
-        """Find the ranks that are members of groups on both sides."""
+        """Find the ranks that are members of a group on both sides."""
         a, b = held.members, needed.members
         ranks, at_a, at_b = np.intersect1d(a.sorted_ranks, b.sorted_ranks, assume_unique=True, return_indices=True)
         key = a.sorted_groups[at_a] * len(needed.groups) + b.sorted_groups[at_b]
@@ -303,17 +300,17 @@ class _SharedRanks:
         return cls(np.append(keys, largest), np.append(counts, 0), np.append(0, np.cumsum(counts)), ranks)
 
     def number(self, keys: np.ndarray) -> np.ndarray:
-        """Count the shared ranks of each pair."""
+        """Return the number of shared ranks of each pair of groups in `keys`."""
         at = np.searchsorted(self.keys, keys)
         return np.where(self.keys[at] == keys, self.counts[at], 0)
 
     def rank_at(self, keys: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """Return the shared rank number `index` of each pair."""
+        """Return, for each pair of groups in `keys`, the shared rank at `index` among the pair's shared ranks."""
         return self.ranks[self.starts[np.searchsorted(self.keys, keys)] + index]
 
 
 def _all_members(side: Ownership, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ranks of each of `groups`, concatenated, and the size of each."""
+    """Return the ranks of all `groups`, concatenated, and the number of ranks of each group."""
     sizes = side.members.sizes[groups]
     within = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return side.members.ranks[np.repeat(side.members.starts[groups], sizes) + within], sizes

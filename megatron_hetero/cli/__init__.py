@@ -1,1 +1,1 @@
-"""Command-line tools around the training run: the data, import, export, evaluation, the demo."""
+"""Command-line tools for inspecting data, importing and exporting models, and merging and splitting adapters."""

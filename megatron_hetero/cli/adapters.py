@@ -1,10 +1,10 @@
-"""Merges a PEFT folder into its base model, and splits a tuned model into its base and a PEFT folder, without a GPU or
-torchrun.
+"""Command that merges a PEFT folder into its base model, or splits a tuned model into its base and a PEFT folder,
+without a GPU or torchrun.
 
     python -m megatron_hetero.cli.adapters merge BASE ADAPTER OUT [--dtype float32|bfloat16|stored]
     python -m megatron_hetero.cli.adapters split BASE TUNED OUT --r R [--targets NAME ...]
 
-Memory use: the adapter, one tensor of each model, and one file of the output.
+In memory are the adapter, one tensor of each model, and one file of the output.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_hetero.groups.launch import ended
 
 
 def merge(options: argparse.Namespace) -> str:
-    """Run `merge` and return its summary. Raises `UserError`."""
+    """Merge a PEFT folder into its base model and return a summary. Raises `UserError`."""
     from megatron_hetero.checkpoint.adapter_tools import merge_adapter
     from megatron_hetero.checkpoint.record import ModelSources
 
@@ -40,7 +40,7 @@ def merge(options: argparse.Namespace) -> str:
 
 
 def split(options: argparse.Namespace) -> str:
-    """Run `split` and return its summary. Raises `UserError`."""
+    """Split a tuned model into its base and a PEFT folder and return a summary. Raises `UserError`."""
     from dataclasses import replace
 
     from megatron_hetero.base.errors import listed
@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command and return its exit status."""
     return ended(lambda: _run(_parser().parse_args(arguments)))
 
 

@@ -1,4 +1,4 @@
-"""Argument types, `--encoder` and the progress bar of the command-line tools."""
+"""Argument types, the option `--encoder` and the progress bar of the command-line tools."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def a_path(text: str) -> Path:
-    """A valid path, for `argparse`."""
+    """Parse a valid path, as an `argparse` type."""
     if why := unusable(text) if text else "empty":
         raise argparse.ArgumentTypeError(f"found {quoted(text)}, {why}, expected a valid path")
     return Path(text)
 
 
 def at_least(least: int, text: str) -> int:
-    """An integer of at least `least`, for `argparse`."""
+    """Parse an integer of at least `least`, as an `argparse` type."""
     number = int(text)
     if number < least:
         raise argparse.ArgumentTypeError(f"found {text}, expected ≥ {least}")
@@ -34,7 +34,7 @@ def at_least(least: int, text: str) -> int:
 
 
 def positive(text: str) -> float:
-    """A finite number above 0, for `argparse`."""
+    """Parse a finite number above 0, as an `argparse` type."""
     number = float(text)
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"found {text}, expected > 0")
@@ -42,12 +42,12 @@ def positive(text: str) -> float:
 
 
 def add_encoders(parser: argparse.ArgumentParser, text: str) -> None:
-    """Add `--encoder NAME=DIR` with its help text."""
+    """Add the option `--encoder NAME=DIR` with help `text` to a parser."""
     parser.add_argument("--encoder", type=_named_folder, action="append", default=[], metavar="NAME=DIR", help=text)
 
 
 def _named_folder(text: str) -> tuple[str, Path]:
-    """`NAME=DIR` as a name and a folder, for `argparse`."""
+    """Parse `NAME=DIR` into a name and a folder, as an `argparse` type."""
     name, equals, folder = text.partition("=")
     if not name or not equals or not folder:
         raise argparse.ArgumentTypeError(f"found {text}, expected NAME=DIR")
@@ -55,7 +55,7 @@ def _named_folder(text: str) -> tuple[str, Path]:
 
 
 def by_name(given: Sequence[tuple[str, Path]]) -> dict[str, Path]:
-    """The folders of `--encoder` by name. Raises `UserError` if a name is given twice."""
+    """Return the folders of `--encoder` by name. Raises `UserError` if a name is given twice."""
     folders = dict(given)
     if len(folders) < len(given):
         names = ", ".join(name for name, _ in given)
@@ -65,7 +65,7 @@ def by_name(given: Sequence[tuple[str, Path]]) -> dict[str, Path]:
 
 @contextmanager
 def progress() -> Iterator[Advance]:
-    """A progress bar on a terminal; elsewhere nothing is printed."""
+    """Yield a function that updates a progress bar on a terminal, and prints nothing elsewhere."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:

@@ -1,6 +1,6 @@
 """Statistics of data sets for choosing layouts and budgets: counts, lengths and shares, as lines of text.
 
-Records are counted in the index; everything else is measured on evenly spaced samples, which are tokenized. Quantiles
+Records are counted in the index; all other statistics are measured on evenly spaced, tokenized samples. Quantiles
 are values that occur: half of the samples, or 95 % of them, have at most as many tokens.
 """
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from megatron_hetero.config.schema import Config
 
 SHOWN_PROBLEMS = 3
-"""Messages of bad records that are printed for each data set."""
+"""Number of messages about bad records that are printed for each data set."""
 _THREADS, _AT_A_TIME = 8, 256
-"""Threads that tokenize, since reading waits for disks, and samples that they are given at a time."""
+"""Number of threads that tokenize, since reading waits for disks, and number of samples tokenized at a time."""
 
 
 class Lengths(NamedTuple):
-    """Tokens of one sample, supervised tokens, and for each item the name of its field and its tokens."""
+    """Token counts of one sample: all, supervised ones, and for each item the name of its field with its count."""
 
     tokens: int
     supervised: int
@@ -41,7 +41,7 @@ class Lengths(NamedTuple):
 
 
 def show_statistics(config: Config, count: int, console: Console) -> None:
-    """Print statistics of each data set of a configuration, from `count` of its good records, 0 for all. Raises
+    """Print statistics of each data set of a configuration, from `count` of its good records (0: all). Raises
     `UserError` if a data set cannot be opened.
     """
     processor = open_processor(config)
@@ -64,7 +64,7 @@ def show_statistics(config: Config, count: int, console: Console) -> None:
 
 
 def measure(data: Dataset, processor: Processor, numbers: np.ndarray) -> list[Lengths | UserError]:
-    """Lengths of the samples of these records, or the errors of reading them."""
+    """Return the lengths of the samples with these record numbers; an error for each unreadable sample."""
     result: list[Lengths | UserError] = []
     title = f"tokenizing samples of data set {data.name!r}"
     with Progress(title, max(1, len(numbers))) as progress, ThreadPoolExecutor(_THREADS, "tokenize") as pool:
@@ -85,12 +85,12 @@ def _lengths(data: Dataset, processor: Processor, number: int) -> Lengths | User
 
 
 def spread(numbers: np.ndarray, count: int) -> np.ndarray:
-    """`count` of these numbers, evenly spaced; all if there are no more, or for 0."""
+    """Return `count` evenly spaced elements of `numbers`; all of them if `count` is 0 or at least their number."""
     return numbers[np.arange(count) * len(numbers) // count] if 0 < count < len(numbers) else numbers
 
 
 def samples_per_epoch(data_sets: Iterable[tuple[Dataset, SampledDataset]]) -> str:
-    """Samples of an epoch of these data sets, and keys of their records that are not read, in lines."""
+    """Return the samples per epoch of these data sets, and the unread keys of their records, as lines of text."""
     data_sets = list(data_sets)
     good = [(len(data) - data.bad, each) for data, each in data_sets]
     sources = ", ".join(f"{each} ({records} records)" for records, each in good)
@@ -99,7 +99,7 @@ def samples_per_epoch(data_sets: Iterable[tuple[Dataset, SampledDataset]]) -> st
 
 
 def _described(lengths: list[Lengths], limit: int) -> Iterator[str]:
-    """Lines about tokens and items of samples."""
+    """Yield lines about the tokens and items of samples."""
     if not lengths:
         return
     tokens = np.array([each.tokens for each in lengths])
@@ -114,13 +114,13 @@ def _described(lengths: list[Lengths], limit: int) -> Iterator[str]:
 
 
 def quantiles(values: np.ndarray) -> str:
-    """Mean, median, 95 % quantile and maximum of values, in words."""
+    """Return the mean, median, 95 % quantile and maximum of values, in words."""
     median, high, maximum = np.quantile(values, (0.5, 0.95, 1.0), method="inverted_cdf").tolist()
     return f"mean {values.mean():,.1f}, median {median:,}, 95 % {high:,}, maximum {maximum:,}"
 
 
 def share(number: int, total: int) -> str:
-    """A number, and its share of a total, in words."""
+    """Return a number, and its share of a total, in words."""
     return f"{number:,} ({100 * number / total:.1f} %)" if total else f"{number:,}"
 
 

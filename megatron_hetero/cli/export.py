@@ -1,4 +1,4 @@
-"""Converts a checkpoint to a `transformers` folder, or to a PEFT folder if it has adapters, without a GPU or torchrun.
+"""Command that exports a checkpoint to a `transformers` folder, or a PEFT folder if it has adapters, without a GPU.
 
     python -m megatron_hetero.cli.export CHECKPOINT HF_DIR [--merge] [--dtype float32|bfloat16|stored]
 
@@ -15,12 +15,12 @@ from megatron_hetero.base.terminal import Parser, size_text
 from megatron_hetero.cli.command import a_path, add_encoders, by_name, positive, progress
 from megatron_hetero.groups.launch import ended
 
-# Modules that import torch are imported where they are used. That takes seconds, for which `--help` should not wait and
-# which Ctrl-C may interrupt.
+# Modules that import torch, which takes seconds, are imported where they are used: `--help` does not wait for them, and
+# Ctrl-C can interrupt the import.
 
 
 def export(options: argparse.Namespace) -> str:
-    """Export, and return a summary. Raises `UserError`."""
+    """Export a checkpoint and return a summary. Raises `UserError`."""
     from megatron_hetero.checkpoint.convert import OpenCheckpoint, export_checkpoint
     from megatron_hetero.checkpoint.record import ModelSources
 
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command and return its exit status."""
     return ended(lambda: export(_parser().parse_args(arguments)))
 
 

@@ -1,8 +1,8 @@
-"""Converts `transformers` folders to a checkpoint that a run in any layout starts from, without a GPU or torchrun.
+"""Command that converts `transformers` folders to a checkpoint from which a run in any layout starts, without a GPU.
 
     python -m megatron_hetero.cli.import HF_DIR CHECKPOINT
 
-The checkpoint holds only weights, in their stored dtype. Only one tensor is in memory at a time.
+The checkpoint contains only weights, in their stored dtype. Only one tensor is in memory at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_hetero.models.registry import titles
 
 
 def import_model(options: argparse.Namespace) -> str:
-    """Import, and return a summary. Raises `UserError`."""
+    """Import model folders as a checkpoint and return a summary. Raises `UserError`."""
     from megatron_hetero.checkpoint.convert import UNTRAINED, import_folders, with_own_encoders
     from megatron_hetero.checkpoint.record import ModelSources
 
@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command and return its exit status."""
     return ended(lambda: import_model(_parser().parse_args(arguments)))
 
 

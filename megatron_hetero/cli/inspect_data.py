@@ -1,4 +1,4 @@
-"""Prints training samples: ``python -m megatron_hetero.cli.inspect_data --config FILE -n 5``.
+"""Command that prints training samples: ``python -m megatron_hetero.cli.inspect_data --config FILE -n 5``.
 
 For each of the first samples it prints the rendered text, with supervised tokens coloured and in ⟦ ⟧, and the sizes of
 images and videos. It accepts all training flags, so a run can be inspected with its command line. ``--sheets DIR``
@@ -43,7 +43,7 @@ _SUPERVISED_MARKS = ("⟦", "⟧")
 
 
 def rendered(processor: Processor, sample: TokenizedSample) -> Text:
-    """The sample's text as the model reads it, with supervised runs marked and tokens of rows counted."""
+    """Return the sample's text as the model reads it, with supervised runs marked and tokens of rows counted."""
     text = Text()
     keys = zip(sample.supervised.tolist(), np.isin(sample.input_ids, processor.row_tokens).tolist(), strict=True)
     position = 0
@@ -61,10 +61,10 @@ def rendered(processor: Processor, sample: TokenizedSample) -> Text:
 
 
 def show_sample(console: Console, processor: Processor, sample: TokenizedSample, max_seq_length: int | None) -> None:
-    """Print one sample."""
+    """Print the text of a sample, and the number of its tokens and the size of each of its items."""
     record = sample.record
     note = " — longer than data.max_seq_length" if max_seq_length and len(sample) > max_seq_length else ""
-    # Not a rule: it would cut long paths.
+    # Print text instead of a `rich` rule, which would cut long paths.
     console.print(Text(printable(f"── {record.where} ({record.dataset})"), "bold"), soft_wrap=True)
     console.print(rendered(processor, sample), soft_wrap=True)
     console.print(f"tokens: {len(sample)}, supervised: {int(sample.supervised.sum())}{note}", highlight=False)
@@ -82,7 +82,7 @@ _SHEET_COLUMNS, _THUMBNAIL, _CAPTION = 6, 200, 16
 
 
 def contact_sheet(frames: Sequence[tuple[float, Image.Image]]) -> Image.Image:
-    """A picture of the frames in rows, each with its time below it."""
+    """Return a picture of the frames in rows, each frame with its time below it."""
     width, height = frames[0][1].size
     scale = min(1.0, _THUMBNAIL / max(width, height))
     size = max(1, round(width * scale)), max(1, round(height * scale))
@@ -109,8 +109,8 @@ def draw_sheets(processor: Processor, record: Record, folder: Path) -> Iterator[
 
 
 def show(config: Config, count: int, console: Console, sheets: Path | None = None) -> None:
-    """Print the first ``count`` samples that a run with this configuration reads, and draw contact sheets into a
-    folder. Raises `UserError` if it cannot be written.
+    """Print the first ``count`` samples that a run with this configuration reads, and draw contact sheets into the
+    folder ``sheets``. Raises `UserError` if the folder cannot be written.
     """
     from megatron_hetero.data.mixture import open_mixture
     from megatron_hetero.data.processor import open_processor
@@ -159,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command and return its exit status."""
     return ended(lambda: _inspect(*_parser().parse_known_args(argv)))
 
 

@@ -10,9 +10,9 @@ from megatron_hetero.base.errors import UserError
 
 T = TypeVar("T")
 NAMED = {"registry": "NAME", "fields": "FIELD", "patterns": "PATTERN"}
-"""Mappings with keys that the user chooses, and the placeholder of a key in help texts."""
+"""Mappings whose keys the user chooses, each with the placeholder for a key in help texts."""
 MODULES = "modules"
-"""The mapping of modules, whose settings have short flags: `--MODULE-zero` for `modules.MODULE.zero`."""
+"""Name of the mapping of modules, whose settings have short flags: `--MODULE-zero` for `modules.MODULE.zero`."""
 Pattern = NewType("Pattern", str)
 """The absolute path of a file or folder, with wildcards, or the URL of an object in a store."""
 
@@ -26,8 +26,8 @@ def option(
     above: float | None = None,
     at_most: float | None = None,
 ) -> T:
-    """A dataclass field with a default and a help text. `shown`: the default as help shows it, if that differs. Bounds
-    are for its number, or for the numbers in its mapping.
+    """Return a dataclass field with a default and a help text. `shown`: the default as help shows it, if different. The
+    bounds apply to the field's number, or to the numbers in its mapping.
     """
     bounds = {"≥": at_least, ">": above, "≤": at_most}
     metadata = {"help": text, "shown": shown, "bounds": {sign: b for sign, b in bounds.items() if b is not None}}
@@ -37,22 +37,22 @@ def option(
 
 
 def required(text: str) -> Any:
-    """A required dataclass field with its help text."""
+    """Return a required dataclass field with its help text."""
     return field(metadata={"help": text})
 
 
 class Section:
-    """Base class of dataclasses of settings."""
+    """Base class of the dataclasses of settings."""
 
     @property
     def given(self) -> tuple[str, ...]:
-        """Names of settings that differ from their defaults. For sections without required settings."""
+        """Names of settings that differ from their defaults. The section must have no required settings."""
         assert is_dataclass(self), "sections are dataclasses"
         default = type(self)()
         return tuple(f.name for f in fields(self) if getattr(self, f.name) != getattr(default, f.name))
 
     def _check(self, section: str) -> None:
-        """Check the values against each other. Raises `UserError`, which names the `section`."""
+        """Check the section's values against each other. Raises `UserError`, which names `section`."""
 
 
 def check_values(section: Section, path: str = "") -> None:
@@ -83,12 +83,12 @@ def _check_bounds(name: str, value: float, bounds: Mapping[str, float]) -> None:
 
 
 def wrong(name: str, found: object, expected: str, because: str, fix: str) -> UserError:
-    """The error for a setting with a wrong value."""
+    """Return the error for a setting with a wrong value."""
     return UserError.at(f"{name} ({flag_of(name)})", found=str(found), expected=expected, because=because, fix=fix)
 
 
 def unused(name: str, found: object, because: str, fix: str) -> UserError:
-    """The error for a setting without effect: a user's setting is never silently ignored."""
+    """Return the error for a setting without effect: a user's setting is never silently ignored."""
     return wrong(name, found, "no value", because, fix)
 
 
@@ -100,14 +100,14 @@ def check_pixels(section: str, low: int | None, high: int | None) -> None:
 
 
 def flag_of(name: str) -> str:
-    """The flag of a setting: `--train.iters`, and `--text-zero` for `modules.text.zero`."""
+    """Return the flag of a setting, such as `--train.iters`, or `--text-zero` for `modules.text.zero`."""
     section, _, rest = name.partition(".")
     module, dot, setting = rest.partition(".")
     return f"--{module}-{setting}" if section == MODULES and dot else f"--{name}"
 
 
 def children(kind: object) -> dict[str, object] | None:
-    """The fields of a dataclass type with their types; None for any other type."""
+    """Return the fields of a dataclass type with their types; None for any other type."""
     if not is_dataclass(kind):
         return None
     hints = get_type_hints(kind)
@@ -115,15 +115,15 @@ def children(kind: object) -> dict[str, object] | None:
 
 
 def shown_name(f: Field[Any]) -> str:
-    """A field's name in YAML and flags. In the code, Python keywords such as `async` have a trailing underscore."""
+    """Return a field's name in YAML and flags. In code, Python keywords such as `async` have a trailing underscore."""
     return f.name.removesuffix("_")
 
 
 def item_type(kind: object) -> object:
-    """The type of a mapping's values; None for any other type."""
+    """Return the type of a mapping's values; None for any other type."""
     return get_args(kind)[1] if get_origin(kind) is Mapping else None
 
 
 def is_leaf(kind: object) -> bool:
-    """Whether a type is of a value, with no further names below it."""
+    """Return whether values of a type have no settings below them: it is neither a dataclass nor a mapping."""
     return not is_dataclass(kind) and item_type(kind) is None

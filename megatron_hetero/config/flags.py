@@ -1,4 +1,4 @@
-"""The command line: a flag is the path of a setting, ``--train.iters 20``, ``--data.registry.NAME.images DIR``.
+"""Reads the command line. Flags are paths of settings: ``--train.iters 20``, ``--data.registry.NAME.images DIR``.
 
 Lists take several values (``--data.datasets a b%50``). ``--MODULE-zero 3`` is short for ``--modules.MODULE.zero 3``:
 before the first dot, the first ``-`` ends a module's name. Relative paths start from the current directory.
@@ -34,7 +34,7 @@ class EstimateRequest(NamedTuple):
     world_size: int = 1
     """Number of ranks to estimate for."""
     plot: Path | None = None
-    """File to draw topology and schedule to."""
+    """File to which topology and schedule are drawn, if any."""
     files: bool = False
     """Whether the input files of training must exist."""
 
@@ -49,12 +49,13 @@ PLAN_FLAGS = {
     "--plan-files": ("no value", "off", "Fail if weights, annotations or image folders are missing."),
     "--plan-svg": ("path", "none", "Also draw topology and schedule to a .svg or .png file."),
 }
-"""Flags that are not settings, with their values, default and help text."""
+"""Flags that are not settings, with their values, defaults and help texts."""
 
 
-def read_command(argv: Sequence[str], root: type) -> tuple[Tree, EstimateRequest | None]:
-    """The settings of a command line and of its ``--config`` file for the dataclass `root`, and what `--plan` requests.
-    Flags override the file. ``--help`` prints and exits.
+def read_command(argv: Sequence[str], root: type, *, plans: bool) -> tuple[Tree, EstimateRequest | None]:
+    """Return the settings of a command line and its ``--config`` file for the dataclass `root`, and the request for an
+    estimate if ``--plan`` is given. Flags override the file. ``--help`` prints and exits. `plans`: whether flags of
+    section `plan` need ``--plan``.
 
     Raises:
         UserError: a file is missing or malformed; a name is unknown or old; a flag is given twice, or has too few or
@@ -72,13 +73,13 @@ def read_command(argv: Sequence[str], root: type) -> tuple[Tree, EstimateRequest
     tree: Tree = {}
     for flag, values in given.items():
         _insert(tree, flag, values, root)
-    if request is None and "plan" in tree:  # In a file the section may wait for a later plan.
+    if plans and request is None and "plan" in tree:  # A file may have the section for later plans.
         raise _without_plan(f"--plan.{next(iter(tree['plan']))}")
     return merge(tree_of(content, root, file), tree) if file else tree, request
 
 
 def _estimate_request(given: Mapping[str, list[str]]) -> EstimateRequest | None:
-    """The estimate that `PLAN_FLAGS` request. Raises `UserError`."""
+    """Return the request for an estimate; None without ``--plan``. Raises `UserError`."""
     for flag in ("--plan", "--plan-files"):
         if values := given.get(flag):
             raise UserError.at(flag, found=f"`{values[0]}`", expected="no value", fix=f"write only {flag}")
@@ -91,7 +92,7 @@ def _estimate_request(given: Mapping[str, list[str]]) -> EstimateRequest | None:
 
 
 def _without_plan(flag: str) -> UserError:
-    """The error for a flag that only `--plan` uses, without `--plan`."""
+    """Return the error for a flag that has no effect without `--plan`."""
     because, fix = "only a plan uses it", f"add --plan, or remove it and train with {LAUNCHER} --nproc-per-node"
     return UserError.at(flag, found="it without --plan", expected="both", because=because, fix=fix)
 
@@ -105,7 +106,7 @@ def _world_size(values: list[str]) -> int:
 
 
 def _flags(argv: Sequence[str]) -> dict[str, list[str]]:
-    """The values of each flag. Raises `UserError`."""
+    """Return the values of each flag in `argv`. Raises `UserError`."""
     values_by_flag: dict[str, list[str]] = {}
     flag = ""
     for word in argv:
@@ -150,12 +151,12 @@ def _insert(tree: Tree, flag: str, values: list[str], root: type) -> None:
 
 
 def _path_of(flag: str) -> tuple[str, ...]:
-    """The path of a flag's setting."""
+    """Return the path of the setting that `flag` sets."""
     first, *rest = flag.removeprefix("--").split(".")
     module, dash, setting = first.partition("-")
     named = dash and MODULE_NAME.fullmatch(module) and module not in NO_MODULES
     path = (MODULES, module, setting, *rest) if named else (first, *rest)
-    if path[3:4] == ("patterns",) and len(path) > 5:  # Patterns may have dots.
+    if path[3:4] == ("patterns",) and len(path) > 5:  # Patterns may contain dots.
         path = (*path[:4], ".".join(path[4:-1]), path[-1])
     return path
 
@@ -164,9 +165,9 @@ def _no_such_flag(flag: str, root: type) -> UserError:
     rows = [row.flag for row in flag_rows(root)]
     path, dashed = _path_of(flag), _path_of(flag.replace("_", "-", 1))
     if f"{_MODULE_FLAG}{'.'.join(dashed[2:])}" in rows and not any(row.endswith(f".{flag[2:]}") for row in rows):
-        path = dashed  # `--vision_parallel`
+        path = dashed  # such as `--vision_parallel`
     first, dot, _ = flag.removeprefix("--").partition(".")
-    module = first if dot and first not in (children(root) or {}) else TEXT  # `--vision.parallel`
+    module = first if dot and first not in (children(root) or {}) else TEXT  # such as `--vision.parallel`
     module = path[1] if path[0] == MODULES and len(path) > 2 else module
     known = [row.replace(_MODULE_FLAG, f"--{module}-") for row in rows]
     below = [row for row in known if row.startswith(f"{flag}.")]
@@ -178,21 +179,21 @@ def _no_such_flag(flag: str, root: type) -> UserError:
 
 
 class FlagRow(NamedTuple):
-    """A flag in `--help` and docs/configuration.md."""
+    """A row of the table of flags in `--help` and docs/configuration.md."""
 
     flag: str
-    """Its name, such as `--train.iters`."""
+    """The flag, such as `--train.iters`."""
     values: str
-    """Its type, as users read it."""
+    """The type of the flag's values, as shown to users."""
     default: str
-    """Its default, or a description of it."""
+    """The default value, or its description."""
     text: str
-    """Its help text."""
+    """The help text of the flag."""
 
 
 @lru_cache
 def flag_rows(root: type) -> tuple[FlagRow, ...]:
-    """Every flag, in the order of the configuration."""
+    """Return a row for each flag, in the order of the configuration."""
     config = FlagRow("--config", "path", "none", "YAML configuration file; flags override it.")
     return config, *(FlagRow(flag, *shown) for flag, shown in PLAN_FLAGS.items()), *_rows(root, "--")
 

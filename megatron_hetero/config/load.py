@@ -1,8 +1,8 @@
-"""Settings in a YAML file and in flags, and the dataclasses that are built from them.
+"""Reads settings from a YAML file and from flags, and builds the dataclasses of the configuration.
 
 Both sources have text or lists of text, which `convert` converts to the type of a field. A tree of settings has the
-shape of the YAML file: sections, fields, and keys of mappings. Its leaves are `Setting` values, which store where they
-come from for error messages. Both sources are read into such trees, the trees are merged, and `build` builds the
+shape of the YAML file: sections, fields, and keys of mappings. Its leaves are `Setting` values, which store their
+source for error messages. Both sources are read into such trees, the trees are merged, and `build` builds the
 dataclasses from the result.
 
 Mappings (``Mapping[str, T]``) take any key; dataclasses take only their fields.
@@ -30,19 +30,19 @@ from megatron_hetero.layout.grammar import did_you_mean
 
 T = TypeVar("T")
 MAX_BYTES = 1 << 20
-"""Maximum size of a YAML file in bytes: a hundred times a long one."""
+"""Maximum size of a YAML file in bytes, a hundred times the size of a long configuration."""
 Tree = dict[str, Any]
-"""Names to `Setting` leaves or further trees."""
+"""Maps names to `Setting` leaves or to subtrees."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A value from the user."""
+    """A value that the user gave, with its source."""
 
     value: object
-    """The value as written."""
+    """The value as written by the user."""
     where: str
-    """Its source: a flag or a file."""
+    """The flag or the file that gives the value."""
     base: Path
     """The folder that relative paths start from."""
 
@@ -51,7 +51,7 @@ class Setting:
 
 
 class ConversionError(Exception):
-    """A value that cannot be converted: what was found, and what is expected."""
+    """Error for a value that cannot be converted: what was found, and what is expected."""
 
     def __init__(self, found: str, expected: str) -> None:
         super().__init__(found)
@@ -59,7 +59,7 @@ class ConversionError(Exception):
 
 
 def convert(value: object, kind: object, base: Path) -> object:
-    """Convert `value` to a `kind`.
+    """Convert `value` to the type `kind`.
 
     Args:
         value: text, or a list of texts.
@@ -68,7 +68,7 @@ def convert(value: object, kind: object, base: Path) -> object:
         base: the folder that relative paths start from.
 
     Raises:
-        ConversionError: the value has another type.
+        ConversionError: `value` cannot be converted to `kind`.
     """
     origin, args = get_origin(kind), get_args(kind)
     if origin is tuple:
@@ -90,7 +90,7 @@ def convert(value: object, kind: object, base: Path) -> object:
 
 
 def describe(kind: object) -> str:
-    """A type, as users read it."""
+    """Return a description of a type for users."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return " or ".join("none" if arg is NoneType else describe(arg) for arg in args)
@@ -102,16 +102,16 @@ def describe(kind: object) -> str:
 
 
 def _show(value: object) -> str:
-    """A value as error messages quote it."""
+    """Return a value as error messages quote it."""
     if value == "":
         return "no value"
-    # Only the first items of lists and mappings, since YAML aliases may expand a few lines without limit.
+    # Show only the first items of lists and mappings: YAML aliases may expand a few lines without limit.
     what = {list: "the list ", dict: "the mapping "}.get(type(value), "")
     return f"{what}`{value[:80] if isinstance(value, str) else reprlib.repr(value)}`"
 
 
 def _word(value: str, words: Iterable[str | int], other: object, base: Path) -> object:
-    """One of the `words` if the value names one, else the value as an `other`, unless that is None."""
+    """Return the one of `words` that `value` names; else convert `value` to the type `other`, if that is not None."""
     named = {str(word): word for word in words}
     if value in named:
         return named[value]
@@ -184,10 +184,10 @@ _SCALARS: dict[object, Callable[[str], object]] = {str: _text, bool: _boolean, i
 
 
 def step(kind: object, name: str, path: tuple[str, ...], where: str) -> object:
-    """The type of `name` below a value of type `kind` at `path`.
+    """Return the type of `name` inside a value of type `kind` at `path`.
 
     Raises:
-        UserError: there is no such field.
+        UserError: `kind` has no field `name`.
     """
     known = children(kind)
     if known is None:
@@ -204,8 +204,8 @@ def step(kind: object, name: str, path: tuple[str, ...], where: str) -> object:
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, reduced to text, lists and mappings: scalars such as `0400`, `4:16`, `on` or `2024-01-01` are
-    text, and other tags are errors. So are duplicate keys.
+    """The safe YAML loader, reduced to text, lists and mappings: scalars such as `0400`, `4:16`, `on` or `2024-01-01`
+    are text, while other tags and duplicate keys are errors.
     """
 
     # The stubs declare instance variables; PyYAML itself sets them on the class.
@@ -218,7 +218,7 @@ class _Loader(yaml.SafeLoader):
         if tag is None or tag.endswith((":str", ":seq", ":map"))
     }
 
-    # Not in construct_mapping, which may get a node after `<<` has merged keys of another one into it.
+    # Check for duplicates here: in construct_mapping, `<<` may already have merged the keys of another node.
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
@@ -233,7 +233,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(file: Path) -> object:
-    """The content of a YAML file, with text for all values. Raises `UserError` if it is missing or malformed."""
+    """Return the content of a YAML file, with text for all values. Raises `UserError` if it is missing or malformed."""
     try:
         return yaml.load(read_text(file, MAX_BYTES), Loader=_Loader) or ""
     except OSError as error:
@@ -244,8 +244,8 @@ def read_yaml(file: Path) -> object:
 
 
 def tree_of(content: object, root: type, file: Path) -> Tree:
-    """The settings in the content of a YAML file for the dataclass `root`; relative paths start from the file's folder.
-    Raises `UserError` if there are keys that `root` lacks.
+    """Return the settings for dataclass `root` in the content of a YAML file; relative paths start from the file's
+    folder. Raises `UserError` for keys that `root` lacks.
     """
     return _tree(content, root, (), file)
 
@@ -264,7 +264,7 @@ def _tree(content: object, kind: Any, path: tuple[str, ...], file: Path) -> Any:
 
 
 def _broken(file: Path, error: Exception) -> UserError:
-    """The error for malformed YAML, with line and column."""
+    """Return the error for malformed YAML, with line and column."""
     mark = getattr(error, "problem_mark", None)
     problem = " ".join(str(getattr(error, "problem", None) or error).split()).removeprefix("found ")
     problem = f"malformed YAML ({problem})" if problem.startswith("expected") else problem
@@ -277,13 +277,13 @@ def _broken(file: Path, error: Exception) -> UserError:
 
 
 def merge(base: Tree, over: Tree) -> Tree:
-    """The union of both trees; leaves of `over` override leaves of `base`."""
+    """Return the union of both trees, in which leaves of `over` override leaves of `base`."""
     both = {n: merge(base[n], over[n]) for n in base.keys() & over.keys() if isinstance(over[n], dict)}
     return base | over | both
 
 
 def build(kind: type[T], tree: Tree) -> T:
-    """An instance of the dataclass `kind`, from the settings and its defaults.
+    """Return an instance of the dataclass `kind`, built from settings and defaults.
 
     Raises:
         UserError: required fields are missing, or a value has the wrong type.
@@ -297,7 +297,7 @@ def build(kind: type[T], tree: Tree) -> T:
 
 
 def _value(kind: Any, node: Any, path: tuple[str, ...], missing: list[str]) -> Any:
-    """Convert `node` to a `kind`. Required fields without a value are added to `missing`."""
+    """Convert `node` to the type `kind`. Names of required fields without a value are appended to `missing`."""
     types, item = children(kind), item_type(kind)
     if types is not None:
         values = {}

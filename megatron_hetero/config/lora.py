@@ -12,7 +12,7 @@ from megatron_hetero.config.fields import Section, option, unused, wrong
 
 @dataclass(frozen=True, kw_only=True)
 class LoraPattern(Section):
-    """An entry of `modules.MODULE.lora.patterns`."""
+    """An entry of `modules.MODULE.lora.patterns`: rank and alpha of the layers that match."""
 
     r: int | None = option(None, "Rank of the layers that PATTERN matches.", "lora.r", at_least=1)
     alpha: float | None = option(None, "Alpha of the layers that PATTERN matches.", "lora.alpha", above=0)
@@ -24,7 +24,7 @@ class LoraPattern(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig(Section):
-    """Section `modules.MODULE.lora`."""
+    """Section `modules.MODULE.lora`: low-rank adapters of a module."""
 
     r: int = option(
         0, "Rank of low-rank adapters (LoRA), which train beside the module's frozen layers; 0: none.", at_least=0
@@ -50,7 +50,7 @@ class LoraConfig(Section):
 
     @property
     def enabled(self) -> bool:
-        """Whether the module has adapters beside frozen layers, or starts from a folder with adapters."""
+        """Whether the module has adapters: new ones, or adapters from a folder."""
         return self.r > 0 or self.hf_path is not None
 
     def _check(self, section: str) -> None:
@@ -65,7 +65,7 @@ class LoraConfig(Section):
 
 
 def matches(entry: str, name: str) -> bool:
-    """Whether an entry of targets or patterns matches a layer: it equals the end of its `name` after a dot, or matches
-    by `fnmatch`.
+    """Return whether an entry of targets or patterns matches the layer `name`: the entry equals the end of `name` after
+    a dot, or matches `name` by `fnmatch`.
     """
     return fnmatchcase(name, entry) or name.endswith(f".{entry}")

@@ -1,4 +1,4 @@
-"""The settings of one module, except what freezes it."""
+"""The settings of one module, except which tensors are frozen."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ NO_MODULES = frozenset(
     {"world", "config", "help", "model", "modules", "data", "boundary", "schedule", "train", "optimizer", "log"}
     | {"checkpoint", "export", "eval", "plan"}
 )
-"""Words that begin other flags: sections of the configuration, and flags that are not settings."""
+"""Words that begin other flags, and so cannot name modules: sections, and flags that are not settings."""
 _RESERVED = NO_MODULES | {
     *(TEXT, "projector", "image", "images", "video", "videos", "conversations", "id", "pipeline", "visual", "lm_head"),
 }
-"""Names with another meaning in flags, records, metrics or names of tensors."""
+"""Words that cannot name encoders: they have other meanings in flags, records, metrics or tensor names."""
 
 
 def require_encoder_name(name: str, where: str) -> None:
-    """Check the name of a further encoder. Raises `UserError`."""
+    """Check that a further encoder's name is well-formed and not reserved. Raises `UserError`."""
     if not MODULE_NAME.fullmatch(name) or name in _RESERVED or name.endswith("_projector"):
         because, fix = "flags and records use it", "rename the encoder, for example `detail`"
         expected = "an unreserved name of a-z, 0-9 and _"

@@ -22,13 +22,13 @@ _TABLE = {
     "optimizer.lr_vision": "modules.vision.lr",
 }
 MOVED: Mapping[Names, Names] = {tuple(old.split(".")): tuple(new.split(".")) for old, new in _TABLE.items()}
-"""New names of settings by their old ones. Words in capitals stand for any name."""
+"""New names of settings, by old name. Words in capitals stand for any name."""
 _RATE = ("optimizer", "lr_vision")
-"""The former learning rate of all encoders; now each encoder has one."""
+"""The former learning rate of all encoders; each encoder now has a separate rate."""
 
 
 def new_names(names: Names) -> Names | None:
-    """The new names of a setting, or of the settings in a section; None if they have not moved."""
+    """Return the new names of a setting, or of the settings in a section; None if it has not moved."""
     for old, new in MOVED.items():
         if _agree(old, names) and len(names) >= sum(not word.isupper() for word in old):
             known = dict(zip(old, names, strict=False))
@@ -41,12 +41,12 @@ def _agree(pattern: Names, names: Names) -> bool:
 
 
 def _is_section(names: Names) -> bool:
-    """Whether these names are of a section with settings that have moved."""
+    """Return whether `names` is a section that contains settings that have moved."""
     return any(len(names) < len(old) and _agree(old, names) for old in MOVED)
 
 
 def settings_of(content: object, names: Names = ()) -> Iterator[tuple[Names, object]]:
-    """Names and values in nested mappings. What is below a setting, or a section that has not moved, is one value."""
+    """Yield names and values of settings in nested mappings; each section without moved settings is one value."""
     if isinstance(content, Mapping) and content and _is_section(names):
         for name, below in content.items():
             yield from settings_of(below, (*names, name))
@@ -68,12 +68,12 @@ def _shown(old: Names, new: Names) -> str:
 
 
 def name_today(name: str) -> str:
-    """The current name of a setting, with dots."""
+    """Return the current name of a setting with a dotted name."""
     return ".".join(new_names(tuple(name.split("."))) or (name,))
 
 
 def translated(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A recorded configuration under new names. Malformed sections raise `TypeError` or `AttributeError`."""
+    """Return a recorded configuration under new names. Malformed sections raise `TypeError` or `AttributeError`."""
     encoders = (config.get("model") or {}).get("encoders") or ()
     new: dict[str, Any] = {MODULES: {name: {**row} for name, row in (config.get(MODULES) or {}).items()}}
     for names, value in settings_of(config):

@@ -1,4 +1,4 @@
-"""Optimizers, and settings of their states and of gradients."""
+"""Settings of optimizers, of their states and of gradients."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megatron_hetero.config.fields import Section, option, unused, wrong
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """An optimizer by its name in `optimizer.name`.
+    """An optimizer that `optimizer.name` can select.
 
     Attributes:
-        name: its name in the configuration.
-        moments: names of the tensors that it stores for a parameter, as in the state of PyTorch's optimizer; an
+        name: name in the configuration.
+        moments: names of the state tensors of each parameter, as in the state of PyTorch's optimizer; an
             optimizer with moments also counts updates.
-        sharded: whether each rank stores the state of a share of the elements.
-        unused: settings that have no effect on it.
+        sharded: whether each rank stores only a shard of the state.
+        unused: settings that have no effect on the optimizer.
     """
 
     name: str
@@ -35,11 +35,11 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = {
     )
 }
 NONE = OptimizerKind("none")
-"""The optimizer in checkpoints of weights that have not been trained."""
+"""The kind recorded in checkpoints of weights that have not been trained."""
 
 
 def optimizer_kind(name: str) -> OptimizerKind:
-    """The optimizer of that name in a configuration or checkpoint. Raises `ValueError`."""
+    """Return the optimizer called `name` in a configuration or checkpoint. Raises `ValueError` for other names."""
     if name not in (NONE.name, *OPTIMIZERS):
         raise ValueError(f"optimizer.name cannot be {name!r:.80}")
     return NONE if name == NONE.name else OPTIMIZERS[name]
@@ -47,7 +47,7 @@ def optimizer_kind(name: str) -> OptimizerKind:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section):
-    """Section `optimizer`."""
+    """Section `optimizer`: the optimizer, learning rates, weight decay and gradient clipping."""
 
     name: Literal["adamw", "sgd"] = option("adamw", "AdamW, or plain SGD without momentum and weight decay.")
     lr: float = option(1e-5, "Peak learning rate of modules without an `lr`.", above=0)
@@ -96,7 +96,7 @@ class PrecisionConfig(Section):
 
 
 FP32 = PrecisionConfig()
-"""The default: everything in fp32."""
+"""The default precision: all states and gradients in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,7 @@ class Config(Section):
     plan: EstimateConfig = field(default_factory=EstimateConfig)
 
     def module(self, name: str) -> ModuleConfig:
-        """The settings of a module."""
+        """Return the settings of a module; the defaults if the configuration has none."""
         return self.modules.get(name) or ModuleConfig()
 
     @property
@@ -65,12 +65,12 @@ class Config(Section):
 
     @property
     def further_folders(self) -> dict[str, Path]:
-        """The folders of further encoders, by name."""
+        """The model folders of further encoders, by name."""
         return {name: row.hf_path for name, row in self.modules.items() if row.hf_path is not None}
 
     @property
     def layer_backend(self) -> str:
-        """`model.backend`, where `auto` becomes `torch` if `model.compile` or a `tp_overlap` needs it."""
+        """The setting `model.backend`; `auto` is resolved to `torch` if `model.compile` or a `tp_overlap` needs it."""
         ours = self.model.compile != "none" or any(row.tp_overlap > 1 for row in self.modules.values())
         return "torch" if self.model.backend == "auto" and ours else self.model.backend
 
@@ -84,7 +84,7 @@ class Config(Section):
 
 
 def _check_training(config: Config) -> None:
-    """Check the settings of steps against the settings of data and model."""
+    """Check the settings of training and optimizer against each other and against the maximum sample length."""
     train, optimizer = config.train, config.optimizer
     tokens, longest = train.tokens_per_micro_batch, config.data.max_seq_length
     if tokens is not None and tokens < longest:
@@ -133,7 +133,7 @@ def _check_paths(config: Config) -> None:
 
 
 def _inputs_and_outputs(config: Config) -> Iterator[tuple[str, Path]]:
-    """All paths except the export, by setting."""
+    """Yield all input and output paths except the export's, each with the name of its setting."""
     model, resume = config.model, config.checkpoint.resume
     paths: dict[str, Path | None] = {"model.hf_path": model.hf_path, "model.hf_path_vision": model.hf_path_vision}
     paths |= {f"modules.{name}.hf_path": folder for name, folder in config.further_folders.items()}
@@ -148,7 +148,7 @@ def _inputs_and_outputs(config: Config) -> Iterator[tuple[str, Path]]:
 
 
 def _require_outside_checkpoints(setting: str, path: Path, places: Mapping[str, Path]) -> None:
-    """Check that an output in the folder of checkpoints has no reserved name: a run moves and deletes such folders."""
+    """Check that an output in the checkpoint folder has no reserved name: runs move and delete such subfolders."""
     folder, target = places.get("checkpoint.dir"), resolved(path, setting)
     if folder is not None and folder in target.parents and is_ours(name := target.relative_to(folder).parts[0]):
         expected = f"a folder separate from checkpoint.dir ({folder})"
@@ -159,35 +159,35 @@ def _require_outside_checkpoints(setting: str, path: Path, places: Mapping[str, 
 
 
 def load_command(argv: Sequence[str]) -> tuple[Config, EstimateRequest | None]:
-    """The configuration of a command line (without the program's name), and the request for an estimate if there is
-    one. ``--help`` prints and exits.
+    """Return the configuration of a command line (without the program's name), and the request for an estimate if there
+    is one. ``--help`` prints and exits.
 
     Raises:
         UserError: a file, name or value is invalid; the message names it and the fix.
     """
-    settings, request = read_command(argv, Config)
+    settings, request = read_command(argv, Config, plans=True)
     return build(Config, settings), request
 
 
 def load_config(argv: Sequence[str]) -> Config:
-    """The configuration of a command line without ``--plan``.
+    """Return the configuration of a command line without ``--plan``.
 
     Raises:
-        UserError: as `load_command`, or the command line has ``--plan``.
+        UserError: as in `load_command`, or the command line has ``--plan``.
     """
-    config, request = load_command(argv)
+    settings, request = read_command(argv, Config, plans=False)
     if request is not None:
         raise UserError.at("--plan", problem="not supported by this program", fix="use pretrain_vlm.py")
-    return config
+    return build(Config, settings)
 
 
 def to_yaml(config: Config) -> str:
-    """The whole configuration as YAML that `load_config` reads back to an equal value."""
+    """Return the whole configuration as YAML, which `load_config` reads back as an equal value."""
     return yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)
 
 
 def flat_settings(config: Config) -> dict[str, str]:
-    """Every setting as text, by its dotted name: `optimizer.lr`."""
+    """Return every setting as text, by its dotted name such as `optimizer.lr`."""
     return dict(_flat(_plain(config), ""))
 
 
@@ -200,7 +200,7 @@ def _flat(value: object, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _plain(value: object) -> object:
-    """Values as YAML types: lists for tuples, text for paths; of modules only settings that differ from defaults."""
+    """Convert `value` to YAML types: tuples to lists, paths to text, modules to the settings that are not defaults."""
     if isinstance(value, ModuleConfig):
         return {name: _plain(getattr(value, name)) for name in value.given}
     if is_dataclass(value):

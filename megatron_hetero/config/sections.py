@@ -1,6 +1,6 @@
 """The sections of a configuration: settings with defaults, and the checks of each section.
 
-The sentence at each field is its help text and its row in docs/configuration.md.
+The help text of each field is also in docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_hetero.layout.grammar import did_you_mean
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
-    """Section `model`."""
+    """Section `model`: model folders, dtype, trained tensors, and implementation of layers."""
 
     hf_path: Path = required("Folder of a supported model, in `transformers` format, to start from.")
     hf_path_vision: Path | None = option(
@@ -57,6 +57,9 @@ class ModelConfig(Section):
     )
 
     def _check(self, section: str) -> None:
+        for where, entries in ((f"{section}.freeze", self.freeze), (f"{section}.train", self.train)):
+            if len(set(entries)) != len(entries):
+                raise wrong(where, ", ".join(entries), "each entry once", "", "remove the duplicate")
         if self.compile != "none" and self.backend == "te":
             why, fix = "Transformer Engine has its own kernels", "remove it, or set model.backend to torch"
             raise wrong(f"{section}.compile", self.compile, "none with model.backend te", why, fix)
@@ -64,7 +67,7 @@ class ModelConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetConfig(Section):
-    """One data set in `data.registry`."""
+    """Settings of one data set in `data.registry`."""
 
     annotations: Path | None = option(None, "Annotation file, JSON or JSONL.")
     files: Pattern | None = option(
@@ -91,7 +94,7 @@ class DatasetConfig(Section):
 
     @property
     def folder_of_files(self) -> Path | None:
-        """The folder above all wildcards of `files`; None for an object store."""
+        """The folder above all wildcards of `files`; None for an object store or without `files`."""
         if self.files is None or is_url(self.files):
             return None
         parts = Path(self.files).parts
@@ -117,13 +120,13 @@ class SampledDataset:
     """A data set and its sampling rate per epoch, written ``name%percent``."""
 
     name: str
-    """Its key in `data.registry`."""
+    """The key of the data set in `data.registry`."""
     rate: Fraction = Fraction(1)
-    """Passes over the data set per epoch of the mixture."""
+    """Number of passes over the data set per epoch of the mixture."""
 
     @classmethod
     def parse(cls, text: str) -> SampledDataset:
-        """Parses ``name`` or ``name%percent``.
+        """Parse ``name`` or ``name%percent``.
 
         Raises:
             UserError: the percentage is not a positive number.
@@ -141,12 +144,12 @@ class SampledDataset:
         return self.name if self.rate == 1 else f"{self.name}%{float(self.rate * 100):g}"
 
     def count(self, records: int) -> int:
-        """Samples per epoch from a data set of `records` records, rounded up."""
+        """Return the number of samples per epoch from a data set of `records` records, rounded up."""
         return math.ceil(self.rate * records)
 
 
 def cache_folder(name: str) -> Path | None:
-    """A subfolder of the user's cache folder; None if the user has none, as in some containers."""
+    """Return a subfolder of the user's cache folder; None if the user has none, as in some containers."""
     with contextlib.suppress(RuntimeError):
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_hetero" / name
     return None
@@ -154,7 +157,7 @@ def cache_folder(name: str) -> Path | None:
 
 @dataclass(frozen=True, kw_only=True)
 class VideoConfig(Section):
-    """Section `data.video`. None stands for the setting of the model's video processor."""
+    """Section `data.video`: sampling of frames. None stands for the setting of the model's video processor."""
 
     rules: Literal["transformers", "authors"] = option(
         "transformers", "Rules that choose frames and sizes: of `transformers`, or of the model's authors."
@@ -183,7 +186,7 @@ class VideoConfig(Section):
 
     @property
     def index_folder(self) -> Path | None:
-        """The folder of `index`; None if it is not set and the user has no cache folder."""
+        """The folder for cached frame times; None if `index` is not set and the user has no cache folder."""
         return self.index or cache_folder("videos")
 
     def _check(self, section: str) -> None:
@@ -194,7 +197,7 @@ class VideoConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
-    """Section `data`."""
+    """Section `data`: data sets, and the reading, filtering and distribution of samples."""
 
     registry: Mapping[str, DatasetConfig] = required("Data sets by name.")
     datasets: tuple[str, ...] = required("Data sets to train on; `name%50` samples half of it per epoch.")
@@ -246,11 +249,11 @@ class DataConfig(Section):
 
     @property
     def index_folder(self) -> Path | None:
-        """The folder of `index`; None if it is not set and the user has no cache folder."""
+        """The folder for cached indexes; None if `index` is not set and the user has no cache folder."""
         return self.index or cache_folder("records")
 
     def require_registered(self, where: str, names: Iterable[str]) -> None:
-        """Check that data sets named in the setting `where` are registered. Raises `UserError`."""
+        """Check that the data sets that setting `where` names are registered. Raises `UserError`."""
         for name in names:
             if name not in self.registry:
                 found, known = f"`{name}`{did_you_mean(name, self.registry)}", ", ".join(self.registry) or "empty"
@@ -277,7 +280,7 @@ class DataConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class BoundaryConfig(Section):
-    """Section `boundary`."""
+    """Section `boundary`: the exchange of rows between modules."""
 
     transport: Literal["exact", "bfloat16"] = option(
         "exact", "Dtype of rows and gradients between modules: unchanged (exact), or rounded to bfloat16."
@@ -286,7 +289,7 @@ class BoundaryConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Section):
-    """Section `schedule`."""
+    """Section `schedule`: the schedules of encoders and pipelines, and timeouts."""
 
     kind: Literal["auto", "waves", "recompute", "ahead"] = option(
         "auto",
@@ -322,7 +325,7 @@ class ScheduleConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig(Section):
-    """Section `train.profile`."""
+    """Section `train.profile`: the steps to profile."""
 
     start: int = option(0, "First step to profile, one trace per rank in log.dir; 0 disables.", at_least=0)
     steps: int = option(1, "Number of steps to profile.", at_least=1)
@@ -330,7 +333,7 @@ class ProfileConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Section):
-    """Section `train`."""
+    """Section `train`: the number of steps, batch sizes, and profiling."""
 
     iters: int = option(100, "Number of training steps.", at_least=1)
     global_batch_size: int = option(8, "Samples per step, over all data-parallel replicas.", at_least=1)
@@ -381,7 +384,7 @@ class TrainConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig(Section):
-    """Section `log`."""
+    """Section `log`: where metrics are written."""
 
     dir: Path = option(
         Path("runs"),
@@ -402,12 +405,12 @@ Overridable = Literal[
     "data.video.text_after", "data.video.marks", "train.seed", "train.global_batch_size",
     "train.patches_per_micro_batch", "model.router_aux_loss_coef", "modules", "model.hf_path",
 ]  # fmt: skip
-"""Settings that change what is trained. With `checkpoint.allow_changes` they may differ from the checkpoint's."""
+"""Settings that change what is trained, and may differ from a checkpoint's with `checkpoint.allow_changes`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section):
-    """Section `checkpoint`."""
+    """Section `checkpoint`: saving of checkpoints, and the checkpoint to resume from."""
 
     dir: Path | None = option(None, "Checkpoint folder; none writes no checkpoints.")
     interval: int = option(1000, "Steps between checkpoints; the last step is always saved.", at_least=1)
@@ -427,7 +430,7 @@ class CheckpointConfig(Section):
     def _check(self, section: str) -> None:
         if self.dir is not None:
             return
-        # A checkpoint to resume from may be given without a folder for new ones.
+        # A run may resume from a checkpoint without a folder for new checkpoints.
         reads = self.resume not in ("auto", "never")
         for f in fields(self):
             value = getattr(self, f.name)
@@ -439,7 +442,7 @@ class CheckpointConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig(Section):
-    """Section `export`."""
+    """Section `export`: the folder for the trained model."""
 
     hf_dir: Path | None = option(
         None,
@@ -456,7 +459,7 @@ class ExportConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig(Section):
-    """Section `eval`."""
+    """Section `eval`: evaluation during training."""
 
     datasets: tuple[str, ...] = option((), "Held-out data sets, evaluated during training.")
     interval: int = option(
@@ -470,7 +473,7 @@ GpuName = Literal[
     "a10", "a100", "a100-40", "a100-80", "b200", "b300", "gb200", "h100", "h200", "l4", "l40s", "rtx-4090"
 ]
 # As reported by `torch.cuda.mem_get_info`: less than on NVIDIA's data sheets, since the driver and error correction use
-# some. Figures differ by 0.3 % between drivers; these are the smallest ones that PyTorch printed in issue reports ("GPU
+# some. Figures differ by 0.3 % between drivers; these are the smallest that PyTorch printed in issue reports ("GPU
 # 0 has a total capacity of ...").
 USABLE_GIB: Mapping[GpuName, float] = {
     "a10": 22.03,  # A10G; 22.03 to 22.09 reported
@@ -486,7 +489,7 @@ USABLE_GIB: Mapping[GpuName, float] = {
     "l40s": 44.34,  # 44.34 to 44.42 (QwenLM/Qwen3-VL#2097: 44.40)
     "rtx-4090": 23.63,  # 23.63 to 23.68 (zai-org/CogVideo#36: 23.68, 3DTopia/Phidias-Diffusion#8: 23.64)
 }
-"""Memory that a process can use, in GiB, of the GPUs that `plan.memory_gb` names."""
+"""GiB of memory that a process can use on each GPU that `plan.memory_gb` can name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -515,7 +518,7 @@ class EstimateConfig(Section):
 
     @property
     def memory_bytes(self) -> int | None:
-        """Memory of the assumed GPU in bytes; None if unknown."""
+        """The memory of the assumed GPU in bytes; None if unknown."""
         if isinstance(self.memory_gb, str):
             return round(USABLE_GIB[self.memory_gb] * 2**30)
         return None if self.memory_gb is None else round(self.memory_gb * 1e9)

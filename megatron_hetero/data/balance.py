@@ -5,11 +5,11 @@ Every rank computes the same assignment for itself: ties go to the lower index, 
 order, never reductions whose order depends on the machine, and sums of integers are exact in float64 up to 2^53.
 
   - `assign` gives items, each with a *cost* such as flops, to replicas.
-  - `fill_bins` gives the samples of a step to *bins*, the micro-batches of one replica of the text module each. A bin
-    has a *budget* for each *kind* of size, of which the first (tokens) is evened first; costs (predicted flops of the
+  - `fill_bins` assigns the samples of a step to *bins*, each a micro-batch of one replica of the text module. A bin has
+    a *budget* for each *kind* of size, and the first kind (tokens) is balanced first; costs (predicted flops of the
     encoders) have no budget. The bins of all replicas that are trained at the same time are a *round*.
-  - `cut_calls` gives micro-batches to calls. Small pictures leave a GPU waiting for the host, which issues as many
-    kernels for few patches as for many. So several micro-batches may be one packed call: attention stays within a
+  - `cut_calls` groups micro-batches into calls. Small pictures leave a GPU waiting for the host, which issues as many
+    kernels for few patches as for many. So several micro-batches may form one packed call: attention stays within a
     piece, and pieces are assigned to replicas, and cut over ranks, over the whole call.
 """
 
@@ -25,14 +25,14 @@ import numpy as np
 from megatron_hetero.layout.layout import Layout
 
 MAX_EXCHANGES = 32
-"""Limit of exchanges in one assignment. Each costs one pass over the items."""
+"""Maximum number of exchanges in one assignment. Each exchange takes one pass over the items."""
 
 EVEN_ENOUGH = 1.002
 """A largest load within this factor of its lower bound is not improved further, since predictions are coarser."""
 
 
 def assign(costs: Sequence[float], replicas: int) -> list[list[int]]:
-    """Return the items of each of `replicas`, ascending, such that the largest sum of `costs` (0 or more) is small.
+    """Return the items of each replica, ascending, such that the largest sum of `costs` (0 or more) is small.
 
     Items are assigned the largest first, each to the least loaded replica; the largest load is then at most 4/3 - 1/(3
     replicas) of the best possible (Graham 1969, "Bounds on multiprocessing timing anomalies"). Then the most loaded
@@ -62,15 +62,15 @@ def assign_in_order(count: int, replicas: int) -> list[list[int]]:
 
 
 def idle_share(*rounds: Sequence[float]) -> float:
-    """Return the share, 0 to 1, of their time that replicas wait for the most loaded one: 1 - mean / max; 0 without
-    work. `rounds`: the loads of all replicas in each round, at the end of which they wait for each other.
+    """Return the share (0 to 1) of their time that replicas wait for the most loaded replica: 1 - mean / max, or 0
+    without work. `rounds`: loads of all replicas in each round, at the end of which they wait for each other.
     """
     longest = sum(max(loads, default=0.0) for loads in rounds)
     return 1 - sum(sum(loads) / len(loads) for loads in rounds if loads) / longest if longest > 0 else 0.0
 
 
 def _largest_first(costs: list[float], replicas: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the owner (int64) of each item, and the load (float64) of each replica."""
+    """Assign items, the largest first. Returns each item's owner (int64) and each replica's load (float64)."""
     heap = [(0.0, replica) for replica in range(replicas)]
     owner = [0] * len(costs)
     for item in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
@@ -87,7 +87,7 @@ def _exchange(fullest: int, costs: np.ndarray, owner: np.ndarray, loads: np.ndar
     """Perform the exchange that minimises the larger load of the two replicas. Returns False if none helps.
 
     The best partner of each item of another replica is the item of `fullest` that is larger by nearly half of the
-    difference of the two loads. A replica that gives nothing takes part with an item of no cost.
+    difference of the two loads. A zero-cost item per replica stands for receiving an item without giving one.
     """
     items = np.flatnonzero(owner == fullest)
     items = items[np.argsort(costs[items], kind="stable")]
@@ -98,10 +98,10 @@ def _exchange(fullest: int, costs: np.ndarray, owner: np.ndarray, loads: np.ndar
     above: np.ndarray = np.searchsorted(costs[items], wanted)
     either = np.stack((np.maximum(above - 1, 0), np.minimum(above, len(items) - 1)))
     shifts = costs[items][either] - partner_cost
-    # The larger of the two loads afterwards, less the load of the fullest now. Never negative for items of the fullest.
+    # Change of the larger of the two loads; never negative for items of the fullest replica itself.
     changes = np.maximum(-shifts, shifts - gaps)
     side, best = np.unravel_index(changes.argmin(), changes.shape)
-    if changes[side, best] >= -1e-9 * loads[fullest]:  # Less is rounding.
+    if changes[side, best] >= -1e-9 * loads[fullest]:  # Smaller gains are rounding errors.
         return False
     loads[[fullest, partner[best]]] += shifts[side, best] * np.array([-1, 1])
     if best < len(owner):
@@ -117,13 +117,13 @@ def _items_of(owner: np.ndarray, replicas: int) -> list[list[int]]:
 
 
 UNLIMITED = 1 << 62
-"""The budget of a size without a limit."""
+"""Budget of a size without a limit."""
 COST_WEIGHT = 0.01
-"""Weight of uneven costs, where uneven sizes of the first kind weigh 1: bins stay within 1 % of each other."""
+"""Weight of uneven costs relative to uneven sizes of the first kind, such that bins stay within 1 % of each other."""
 EXCHANGES = 5
-"""Limit of exchanges in each pass over the bins, for each bin."""
+"""Maximum number of exchanges per bin in each pass over the bins."""
 CANDIDATES = 192
-"""Approximate number of items that a bin may get in an exchange, from the bins that differ most from it."""
+"""Approximate number of items considered for an exchange with a bin, from the bins that differ most from it."""
 NEAR = 1e-7
 """Squared distance from the mean below which bins are not improved, and minimum gain of an exchange."""
 
@@ -134,16 +134,16 @@ def fill_bins(
     """Return the items of each bin, ascending, in as few bins as the search finds. Some are empty if there are fewer
     items than bins.
 
-      1. Begin with the fewest rounds that sums allow; add one as long as 2 fails.
-      2. Items go to the least full bin that has room, the largest first, as in `assign`. Then the bin that is farthest
-         from the mean exchanges an item for another bin's, or gives one away, as long as that brings bins nearer to it.
-      3. Exchanges continue with costs in view: within budgets, at the price of little unevenness of the first kind.
+      1. Begin with the fewest rounds that the sums of sizes allow; add a round whenever step 2 fails.
+      2. Assign each item, the largest first, to the least full bin that has room. Then exchange an item of the bin that
+         is farthest from the mean for another bin's, or give one away, as long as that brings bins nearer to the mean.
+      3. Continue exchanges to balance costs too, within budgets and at little unevenness of the first kind.
 
     Args:
-        sizes: int64 [items, kinds], at least 1 of the first kind.
+        sizes: sizes of the items, int64 [items, kinds], at least 1 of the first kind.
         budgets: limit of each kind in any bin.
-        costs: [items], 0 or more.
-        multiple: the number of bins is a multiple of it, at least 1.
+        costs: costs of the items, [items], 0 or more.
+        multiple: divisor of the number of bins, at least 1.
 
     Raises:
         ValueError: an item alone exceeds a budget.
@@ -165,10 +165,10 @@ def fill_bins(
 
 
 def into_rounds(work: Sequence[float], replicas: int) -> list[list[int]]:
-    """Return the number of the bin of each round and replica. `work`: work of each bin, for a whole number of rounds.
+    """Return, for each round, the number of each replica's bin. `work`: work of each bin, for a whole number of rounds.
 
-    Bins of similar work form a round, the largest first, so that what does not fit in memory fails at once. In a round,
-    bins with more work are on replicas that had less before.
+    Bins of similar work form a round, the largest first, so that running out of memory shows at once. In a round, bins
+    with more work go to replicas that had less work before.
     """
     order = sorted(range(len(work)), key=lambda i: (-work[i], i))
     done: list[float] = [0.0] * replicas
@@ -184,7 +184,7 @@ def into_rounds(work: Sequence[float], replicas: int) -> list[list[int]]:
 
 @dataclass(eq=False)
 class _Bins:
-    """An assignment that is improved in place. Sizes are relative to the mean of all bins; the last kind is the cost.
+    """An assignment to bins that is improved in place. Sizes are relative to the mean bin; the last kind is the cost.
 
     After the real items, each bin owns an item of size 0, which it exchanges to give an item away or to get one.
     `sizes`: [kinds + 1, items + bins]; `caps`: [kinds + 1]; `owner`: int64 [items + bins]; `loads`: [kinds + 1, bins].
@@ -197,7 +197,7 @@ class _Bins:
 
     @classmethod
     def of(cls, sizes: np.ndarray, budgets: Sequence[int], costs: np.ndarray, bins: int) -> _Bins:
-        """Assign the largest first, each to the least full bin that has room, or to the least full if none has."""
+        """Assign items, largest first, each to the least full bin with room, or to the least full if none has room."""
         totals = np.concatenate([sizes.sum(axis=0), [costs.sum()]]).astype(np.float64)
         means = np.where(totals > 0, totals, 1.0) / bins
         whole = np.concatenate([sizes.T, costs[None]]).astype(np.float64)
@@ -212,7 +212,7 @@ class _Bins:
         none = np.zeros((len(whole), bins))
         return cls(
             np.concatenate([whole, none], axis=1) / means[:, None],
-            caps / means * (1 + 1e-9),  # Sums of quotients are rounded.
+            caps / means * (1 + 1e-9),  # Tolerance for rounding.
             np.concatenate([owner, np.arange(bins)]),
             loads / means[:, None],
         )
@@ -223,7 +223,7 @@ class _Bins:
         return self.loads.shape[1]
 
     def even_out(self, cost_weight: float) -> None:
-        """Exchange items until bins are near the mean, no exchange helps, or the limit is reached."""
+        """Exchange items until all bins are near the mean, no exchange helps, or the limit of exchanges is reached."""
         distance = self._distance(self.loads, cost_weight)
         settled = np.zeros(self.count, bool)
         for _ in range(EXCHANGES * self.count):
@@ -239,7 +239,7 @@ class _Bins:
             settled[:] = False
 
     def _distance(self, loads: np.ndarray, cost_weight: float) -> np.ndarray:
-        """Return the squared distance from the mean of bins with `loads` [kinds + 1, ...], far more over a budget."""
+        """Return the squared distance from the mean of bins with `loads` [kinds + 1, ...], penalised over budgets."""
         first, cost = loads[0] - 1.0, loads[-1] - 1.0
         distance = first * first + cost_weight * (cost * cost)
         for load, cap in zip(loads, self.caps, strict=True):
@@ -248,8 +248,8 @@ class _Bins:
         return distance
 
     def _exchange(self, one: int, distance: np.ndarray, cost_weight: float) -> int | None:
-        """Exchange the two items that bring the two bins nearest to the mean. Returns the other bin; None if no
-        exchange helps.
+        """Exchange the two items that bring bin `one` and another bin nearest to the mean. Returns the other bin; None
+        if no exchange helps.
         """
         items = np.flatnonzero(self.owner == one)
         theirs = np.flatnonzero(self._partners(one)[self.owner])
@@ -275,7 +275,7 @@ class _Bins:
         return other
 
     def _partners(self, one: int) -> np.ndarray:
-        """Return which bins differ most from bin `one`, bool [bins]; never itself."""
+        """Return a mask of the bins that differ most from bin `one`, bool [bins], without `one` itself."""
         apart = np.abs(self.loads[0] - self.loads[0, one])
         apart[one] = -1.0
         number = max(1, CANDIDATES * self.count // len(self.owner))
@@ -296,15 +296,15 @@ call would gain nothing and take more temporary memory, here about 150 MB for a 
 def cut_calls(
     patches: Sequence[int], runs: Iterable[range], layout: Layout, limit: int | None = None
 ) -> tuple[range, ...]:
-    """Return all micro-batches, in calls.
+    """Group all micro-batches into calls. Returns the range of micro-batches of each call.
 
-    A call takes one micro-batch or more, as many as are within `PATCHES_OF_A_CALL` per rank and `limit` per shard.
+    A call takes at least one micro-batch, and more up to `PATCHES_OF_A_CALL` per rank and `limit` per shard.
 
     Args:
-        patches: patches of each micro-batch, over all replicas.
-        runs: all micro-batches, in runs that one call may encode.
+        patches: number of patches of each micro-batch, over all replicas.
+        runs: runs of consecutive micro-batches that one call may encode, together all micro-batches.
         layout: layout of the encoder.
-        limit: see `data.encoder_shards.EncoderShards`.
+        limit: see `data.encoder_shards.EncoderShards`; None: no limit.
     """
     calls, maximum = [], PATCHES_OF_A_CALL * layout.stage_size
     if limit is not None:

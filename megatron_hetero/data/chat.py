@@ -1,4 +1,4 @@
-"""Rendering of a record as chat text, split where supervision begins and ends."""
+"""Renders a record as chat text, split where supervision begins and ends."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megatron_hetero.data.validation import IMAGES
 END_OF_TURN = "<|im_end|>"
 END_OF_THOUGHT = "</think>"
 Entries = Mapping[ItemField, dict[str, str]]
-"""By field, the entry of a chat message that stands for an item."""
+"""The entry of a chat message that stands for an item, by field."""
 NEAR_TURNS, MAX_TURNS = 32, 512
-"""Number of first turns whose prompts are rendered from the beginning, as is the prompt of the last one; and maximum
+"""Number of first turns whose prompts are rendered from the beginning, like the prompt of the last turn; and maximum
 number of turns if the template renders a turn differently after other turns.
 """
 _OPENING = [{"role": "user", "content": "Shall we begin?"}, {"role": "assistant", "content": "Yes, do go on."}]
@@ -29,14 +29,14 @@ PICTURES: Entries = {field: {"type": "image"} for field in IMAGES}
 
 @dataclass(frozen=True)
 class RenderedText:
-    """A run of rendered text that is trained on as a whole or not at all."""
+    """A run of rendered text that is either supervised as a whole or not at all."""
 
     text: str
     supervised: bool
 
 
 def to_messages(record: Record, shown: Entries = PICTURES) -> list[dict[str, Any]]:
-    """The record as messages for a chat template, with items replaced by the entries `shown`."""
+    """Return the record as messages for a chat template, with items replaced by the entries `shown`."""
     return [{"role": turn.role, "content": _content(turn.content, shown), **turn.further} for turn in record.turns]
 
 
@@ -47,8 +47,8 @@ def _content(content: Content, shown: Entries) -> str | list[dict[str, str]]:
 
 
 def render(tokenizer: Any, record: Record, shown: Entries = PICTURES, *, last_only: bool = False) -> list[RenderedText]:
-    """Render the record with the tokenizer's chat template. Returns runs that, joined, are the rendered text. `shown`:
-    see `Entries`.
+    """Render the record with the tokenizer's chat template. Returns the rendered text as consecutive runs. `shown`: see
+    `Entries`.
 
     An answer begins where the template's generation prompt ends, so that training matches generation, and ends with
     ``<|im_end|>`` or the tokenizer's end-of-text token; it includes thoughts and tool calls. An earlier answer that the
@@ -56,9 +56,9 @@ def render(tokenizer: Any, record: Record, shown: Entries = PICTURES, *, last_on
     header that the template writes for earlier answers. Answers of turns with `Turn.supervised` are supervised, with
     `last_only` only the last answer.
 
-    Prompts of the first turns and of the last one are rendered from the beginning. For turns between them only the
-    turn is rendered, after another short conversation, so that the cost is linear in the number of turns. Where one way
-    does not lead to the text, the other is tried.
+    Prompts of the first turns and of the last turn are rendered from the beginning. Turns in between are rendered
+    alone, after another short conversation, so that the cost is linear in the number of turns. If one way does not
+    reproduce the rendered text, the other is tried.
 
     Raises:
         UserError: the template fails, leaves out contents of a turn or the record's tools, or alters an answer; or it
@@ -145,8 +145,8 @@ def _begin(
     *,
     is_last: bool,
 ) -> int:
-    """Where the answer to `turns` begins in the rendered text `full`, whose text before `position` belongs to earlier
-    turns. `is_last`: the answer must follow the generation prompt. Raises `UserError`.
+    """Return where the answer to `turns` begins in the rendered text `full`, in which earlier turns end at `position`.
+    `is_last`: whether the answer must follow the generation prompt. Raises `UserError`.
     """
     ways = 1 if is_last else 2
 
@@ -178,8 +178,8 @@ def _begin(
 
 
 def _prompts(tokenizer: Any, messages: list[dict[str, Any]], record: Record) -> Iterator[str]:
-    """Yield the texts that may precede an answer to `messages`: the generation prompt, and `messages` with the header
-    of an earlier answer.
+    """Yield the texts that may precede an answer to `messages`: `messages` with the generation prompt, and `messages`
+    with the header of an earlier answer.
     """
     yield _apply(tokenizer, messages, record, prompt=True)
     question, mark = _OPENING[0], _OPENING[1]["content"]
@@ -189,14 +189,14 @@ def _prompts(tokenizer: Any, messages: list[dict[str, Any]], record: Record) -> 
 
 
 def drops_thoughts(tokenizer: Any) -> bool:
-    """Whether the chat template drops thoughts of earlier answers, as templates of reasoning models do."""
+    """Return whether the chat template drops thoughts of earlier answers, as templates of reasoning models do."""
     question, thought = _OPENING[0], _OPENING[1]["content"]
     inside = {"role": "assistant", "content": f"<think>\n{thought}\n{END_OF_THOUGHT}\n\nYes."}
     beside = {"role": "assistant", "content": "Yes.", "reasoning_content": thought}
     try:
         texts = [tokenizer.apply_chat_template([question, answer] * 2, tokenize=False) for answer in (inside, beside)]
         return any(text.count(thought) == 1 for text in texts)
-    except Exception:  # Rendering a record will report the problem of the template.
+    except Exception:  # A problem of the template is reported when a record is rendered.
         return False
 
 

@@ -29,11 +29,11 @@ from megatron_hetero.models.stages import EncoderInput, TextInput
 from megatron_hetero.schedule.contract import InChunks, MicroBatchInputs
 
 PADDING_TOKEN = 0
-"""Fills shards: any token will do, since nothing attends to it and it predicts nothing."""
+"""Token that pads shards. Any token will do, since nothing attends to padding and padding predicts nothing."""
 
 
 def attention_params(shard: SequenceShard, ids: TokenIds | None = None, device: torch.device = CPU) -> AttentionParams:
-    """Return what attention of a shard takes. `ids`: for dropout."""
+    """Return the parameters of attention for a shard. `ids`: token or patch ids for dropout."""
     return AttentionParams(
         full=PackedSegments.of_segments(shard.segments, device, shard.cp_lengths),
         sp_lengths=shard.sp_lengths,
@@ -45,7 +45,7 @@ def attention_params(shard: SequenceShard, ids: TokenIds | None = None, device: 
 
 
 def encoder_input(shard: SequenceShard, patches: Tensor | None, ids: TokenIds | None = None) -> EncoderInput:
-    """Return the input of an encoder, on the host. `patches`: see `EncoderInput`; `ids`: for dropout."""
+    """Return the input of an encoder, on the host. `patches`: see `EncoderInput`; `ids`: patch ids for dropout."""
     return EncoderInput(patches, torch.from_numpy(shard.positions), attention_params(shard, ids), shard.padding)
 
 
@@ -62,15 +62,15 @@ def text_input(
     Args:
         samples: all samples of the pack, in order, by number in the stream.
         shard: this rank's shard of the pack.
-        outputs: by encoder, the outputs whose rows enter.
-        balance: weight of the loss that balances experts; 0: none.
-        dropout: whether tokens get ids for it.
+        outputs: by encoder, the names of the outputs whose rows the text module takes.
+        balance: weight of the loss that balances experts; 0: no such loss.
+        dropout: whether tokens get ids for dropout.
     """
     packed, positions = list(samples.values()), shard.positions
     dims = len(packed[0].position_ids) if packed else 3
     ids, labels = _joined([each.input_ids for each in packed]), _joined([each.labels for each in packed])
     supervised = np.flatnonzero(labels[positions] != IGNORED)
-    # The sample of each token of the shard, by its index in the pack.
+    # Index in the pack of the sample of each token.
     starts, ends = np.cumsum([0, *shard.lengths]), np.cumsum(shard.lengths)
     sample = np.searchsorted(ends, positions, side="right")
     numbers = np.array([*samples], np.int64)[sample]
@@ -101,7 +101,7 @@ def _balanced(packed: Sequence[TokenizedSample], sample: np.ndarray, weight: flo
 
 
 def _places(shard: SequenceShard, outputs: Mapping[str, Collection[str]]) -> dict[str, np.ndarray]:
-    """Return the token positions of the rows of each output, encoder by encoder as stages receive them."""
+    """Return the token positions of the rows of each output, in the order of encoders in which stages receive rows."""
     names = dict.fromkeys(name for each in outputs.values() for name in each)
     return {
         name: _joined([shard.rows_at[encoder] for encoder, each in outputs.items() if name in each]) for name in names
@@ -119,8 +119,8 @@ def micro_batch_inputs(
 
     Args:
         texts: for each micro-batch, the input of the text module; None outside it.
-        calls: calls of encoders.
-        chunks: for each call, the input of each of its chunks; none outside the encoder.
+        calls: the step's calls of encoders.
+        chunks: for each call, the encoder's input of each chunk; empty outside the encoder.
     """
     inputs: list[dict[str, Any]] = [{} for _ in texts]
     rows: list[dict[Edge, RankPlan]] = [{} for _ in texts]
@@ -146,8 +146,8 @@ def to_device(batch: MicroBatchInputs, device: torch.device) -> MicroBatchInputs
 
 
 def _moved(value: Any, device: torch.device, copies: dict[int, Tensor]) -> Any:
-    """Return a value with all tensors in it on the device: fields of dataclasses, entries of mappings and sequences.
-    `copies`: tensors that have been moved, by id, so that one tensor stays one.
+    """Return a value with all tensors moved to the device: fields of dataclasses, entries of mappings and lists.
+    `copies`: moved tensors by the id of the original, so that a shared tensor stays shared.
     """
     if isinstance(value, Tensor):
         if id(value) not in copies:

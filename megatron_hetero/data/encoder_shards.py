@@ -9,7 +9,7 @@ crosses ranks. Shards are numbered with `sp` varying faster than `cp`.
     piece 0: windows 0 1 2 3 | piece 1: windows 4 5        sp = 2: rank 0 has 0 1 2, rank 1 has 3 4 5
 
 With a limit on the patches of a rank, an encoder works on the pieces in several *chunks*, one after the other, each
-with shards of its own.
+with separate shards.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from megatron_hetero.models.items.types import ItemOrder, ItemShape, Size
 
 @dataclass(frozen=True, eq=False)
 class EncoderShards:
-    """The pieces of a call, of `sizes`, on the ranks of an encoder's `layout`, in each of its pipeline stages.
+    """The pieces of an encoder call, distributed over the ranks of the encoder's `layout` in each pipeline stage.
 
-    `assigned`: numbers of the pieces of each replica. `sharded`: whether activations are sharded over tp. `limit`:
-    maximum patches in a chunk for each of a replica's cp * sp shards, on average; None: any. A larger piece is a chunk
-    by itself. Rows are numbered piece by piece, in raster order of their units.
+    `sizes`: sizes of the pieces. `assigned`: numbers of the pieces of each replica. `sharded`: whether activations are
+    sharded over tp. `limit`: maximum patches in a chunk per cp * sp shard of a replica, on average; None: no limit. A
+    larger piece is a chunk by itself. Rows are numbered piece by piece, in raster order of their units.
     """
 
     shape: ItemShape
@@ -47,7 +47,7 @@ class EncoderShards:
 
     @cached_property
     def chunks(self) -> tuple[EncoderShards, ...]:
-        """The shards of each chunk. Replicas with fewer chunks than others have empty ones at the end."""
+        """Shards of each chunk. Replicas with fewer chunks than others have empty chunks at the end."""
         if self.limit is None:
             return (self,)
         maximum = self.limit * self.layout.cp * self.layout.sp
@@ -69,7 +69,7 @@ class EncoderShards:
         return [tuple(run) for run in runs]
 
     def replica(self, number: int) -> ReplicaShards:
-        """Return the shards of the members of one replica."""
+        """Return the shards of all members of one replica."""
         sizes = [self.sizes[i] for i in self.assigned[number]]
         return ReplicaShards(self.shape, sizes, self.layout.sp, self.layout.cp)
 
@@ -80,11 +80,11 @@ class EncoderShards:
 
     @cached_property
     def _first_row(self) -> np.ndarray:
-        """The first row of each piece, and the number of all rows, int64 [pieces + 1]."""
+        """First row of each piece, then the number of all rows, int64 [pieces + 1]."""
         return np.cumsum([0, *map(self.shape.rows, self.sizes)])
 
     def ownership(self, stage: int = 0) -> Ownership:
-        """Return the units in the shard of each rank of a stage, in the order in which it encodes their rows."""
+        """Return the units in the shard of each rank of a stage, in the order in which the rank encodes them."""
         first = self._ownership
         return first if stage == 0 else replace(first, groups=holding_groups(self.layout, self.sharded, stage))
 
@@ -97,7 +97,7 @@ class EncoderShards:
         ]
         ids = np.concatenate([np.zeros(0, np.int64), *in_order])
         tp = self.layout.tp if self.sharded else 1
-        # Units of each member's shard, int64 [replicas * members], of which each of the tp ranks has a share.
+        # Number of units in each member's shard, int64 [replicas * members]; the tp ranks share a shard.
         units = np.concatenate([self.replica(number).units for number in range(len(self.assigned))])
         within = np.minimum(units[:, None], tp_share(units, tp)[:, None] * np.arange(tp))
         starts = (np.cumsum(units) - units)[:, None] + within
@@ -120,7 +120,7 @@ class EncoderShards:
     def decoders(self, replica: int, turn: int) -> dict[int, tuple[int, ...]]:
         """Return the numbers of the pieces that each rank of a replica decodes, assigned so that patches are even.
 
-        `turn`: number of the micro-batch; with fewer pieces than ranks, other ranks decode in each.
+        `turn`: number of the micro-batch, which rotates the ranks so that few pieces do not always go to the same ones.
         """
         pieces = self.assigned[replica]
         ranks = self.layout.group_of(self.layout.rank_at(dp=replica), *axes_of("weights", "tokens"))
@@ -128,7 +128,7 @@ class EncoderShards:
         return {rank: tuple(pieces[i] for i in assigned[(at - turn) % len(ranks)]) for at, rank in enumerate(ranks)}
 
     def shards(self, rank: int) -> tuple[SequenceShard, ...]:
-        """Return what `rank` encodes in each chunk."""
+        """Return the shard that `rank` encodes in each chunk."""
         return tuple(chunk._shard(rank) for chunk in self.chunks)
 
     def _shard(self, rank: int) -> SequenceShard:
@@ -153,12 +153,12 @@ class EncoderShards:
 
 @dataclass(frozen=True, eq=False)
 class ReplicaShards:
-    """Pieces of one encoder replica in cp * sp contiguous shards of whole windows. The member with a shard has the
-    number cp_rank * sp + sp_rank. `pieces`: their sizes. Lengths are in patches.
+    """Pieces of one encoder replica, cut into cp * sp contiguous shards of whole windows. Shards are numbered by
+    member, cp_rank * sp + sp_rank. `pieces`: sizes of the pieces. Lengths are in patches.
 
-    The runs of the `cp` members are as even in predicted flops as whole windows allow: each computes the attention of
-    its queries to all keys of a sequence. Each run is cut over its `sp` members evenly in patches: in full attention
-    these exchange heads, evenly in any cut. Shards may be empty.
+    The runs of the `cp` members are as even in predicted flops as whole windows allow: each member computes the
+    attention of its queries to all keys of a sequence. Each run is cut over its `sp` members evenly in patches: in full
+    attention these members exchange heads, which is even for any cut. Shards may be empty.
     """
 
     shape: ItemShape
@@ -172,12 +172,12 @@ class ReplicaShards:
 
     @cached_property
     def _window_units(self) -> np.ndarray:
-        """Units of each window."""
+        """Number of units of each window, int64 [windows]."""
         return np.concatenate([np.zeros(0, np.int64), *(order.windows for order in self._orders)])
 
     @cached_property
     def _first_windows(self) -> np.ndarray:
-        """The first window of each shard, and the number of windows, int64 [members + 1]."""
+        """First window of each shard, then the number of windows, int64 [members + 1]."""
         units, counts = self._window_units, [len(order.windows) for order in self._orders]
         costs = np.repeat([self.shape.cost_per_patch(size) for size in self.pieces], counts)
         by_work = _even_cuts(_totals(units * costs), np.array([0, len(units)]), self.cp)
@@ -185,28 +185,28 @@ class ReplicaShards:
 
     @cached_property
     def units(self) -> np.ndarray:
-        """Units of each shard, int64 [members]."""
+        """Number of units of each shard, int64 [members]."""
         if self.sp * self.cp == 1:
             return np.array([sum(map(self.shape.rows, self.pieces))], np.int64)
         return np.diff(_totals(self._window_units)[self._first_windows])
 
     def windows(self, member: int) -> tuple[int, ...]:
-        """Return the lengths of a shard's windows."""
+        """Return the lengths of the windows in a member's shard."""
         first, last = self._first_windows[member : member + 2]
         return tuple((self._window_units[first:last] * self.shape.unit).tolist())
 
     @property
     def sequences(self) -> tuple[int, ...]:
-        """The lengths of the segments of full attention over all members."""
+        """Lengths of the segments of full attention over all members."""
         return tuple(length for size in self.pieces for length in self.shape.sequences(size))
 
     def positions(self, member: int) -> np.ndarray:
-        """Return the coordinates of a shard's patches, int64 [dims, patches]."""
+        """Return the coordinates of the patches in a member's shard, int64 [dims, patches]."""
         positions = [self.shape.positions(self.pieces[piece], units) for piece, units in self.runs(member)]
         return np.concatenate([np.zeros((self.shape.position_dims, 0), np.int64), *positions], axis=1)
 
     def runs(self, member: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the index of each piece in a shard, among `pieces`, and the numbers of its units there, int32."""
+        """Yield the index in `pieces` of each piece in a member's shard, and the numbers of its units there, int32."""
         first, last = _totals(self.units)[member : member + 2].tolist()
         before = 0
         for piece, (units, _) in enumerate(self._orders):
@@ -217,15 +217,15 @@ class ReplicaShards:
 
 
 def _totals(values: np.ndarray) -> np.ndarray:
-    """Return the sum of the values before each, and of all."""
+    """Return cumulative sums of the values, starting with 0."""
     return np.concatenate([[0], np.cumsum(values)])
 
 
 def _even_cuts(ends: np.ndarray, runs: np.ndarray, members: int) -> np.ndarray:
-    """Cut each run of windows over `members`, at the windows where running totals are nearest to even shares of it.
+    """Cut each run of windows over `members`, at the windows nearest to even shares of the run's total.
 
-    `ends`: [windows + 1], the totals before each window and after the last. `runs`: the first window of each run, and
-    the number of windows. Returns windows, int64 [runs * members + 1].
+    `ends`: totals before each window and after the last, [windows + 1]. `runs`: first window of each run, then the
+    number of windows. Returns the first window of each member's run, int64 [runs * members + 1].
     """
     if members == 1:
         return runs

@@ -18,8 +18,8 @@ from megatron_hetero.models.items.types import Modality
 
 
 class Names(NamedTuple):
-    """Names of a modality in data sets: plural of its field, type of an entry of a chat message with a URL, and
-    suffixes of files.
+    """Names of a modality in data sets: plural of its field, type of a chat message entry with a URL, and suffixes of
+    files.
     """
 
     plural: str
@@ -28,21 +28,21 @@ class Names(NamedTuple):
 
 
 FRAME_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".jp2", ".avif")
-"""A list of files with these suffixes is one video."""
+"""Suffixes of pictures. A list of files with these suffixes is one video."""
 NAMES: Mapping[Modality, Names] = {
     "image": Names("images", "image_url", (*FRAME_SUFFIXES, ".gif")),
     "video": Names("videos", "video_url", (".mp4", ".webm", ".mkv", ".mov", ".avi", ".mpg", ".mpeg", ".m4v")),
 }
-"""The modalities of the encoder `vision`. Their fields have the names of the modalities, or the plurals."""
+"""Names of the modalities of the encoder `vision`. Record fields are named by the modality or its plural."""
 PLURALS: Mapping[str, str] = {modality: names.plural for modality, names in NAMES.items()}
 ITEM_TYPES: Mapping[str, str] = {names.url: modality for modality, names in NAMES.items()}
-"""Fields of items by types of entries of a chat message, besides the names of the fields themselves."""
+"""Item field for each type of a chat message entry, in addition to the names of the item fields themselves."""
 EMPTY: tuple[Any, ...] = (None, "", [], {})
-"""Values that count as missing: files with columns have all fields in all records."""
+"""Values that count as missing: in files with columns, all records have all fields."""
 _MAX_SECONDS, _RATES = 1e9, (1e-3, 1000)
 """Maximum number of seconds, and minimum and maximum frames per second."""
 MAX_DATA_BYTES = 4 << 20
-"""Limit of a picture in a data URI."""
+"""Maximum bytes of a picture in a data URI."""
 _DATA = re.compile(r"data:(?:image(?:/([\w.+-]+))?)?(?:;[^,;]*)*;base64,", re.IGNORECASE)
 _SCHEME = re.compile(r"\s*(data(?=:[^,]*,)|[a-z][a-z0-9+.-]*(?=://))", re.IGNORECASE)
 _RAW = re.compile("/9j/|iVBORw0KGgo|UklGR|R0lGOD")
@@ -52,8 +52,8 @@ _VIDEOS = "the path of a video, a list of paths, or a list of frames"
 
 
 class ItemField(NamedTuple):
-    """Field `name` of records, with the paths of items of one modality for one encoder. `key`: its name in the digest
-    of a data set.
+    """A field of records, `name`, with the paths of items of one modality for one encoder. `key`: the field's name in
+    the digest of a data set.
     """
 
     encoder: str
@@ -68,7 +68,7 @@ class ItemField(NamedTuple):
 
     @property
     def settings(self) -> Collection[str]:
-        """Names of the `SETTINGS` that apply to its items."""
+        """Names of the `SETTINGS` that apply to items of this field."""
         return SETTINGS if self.modality == "video" else SIZES
 
 
@@ -84,38 +84,38 @@ class ItemRef(NamedTuple):
 
 
 def kind(value: Any) -> str:
-    """The type of a JSON value in words."""
+    """Return the type of a JSON value in words."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     names |= {int: "a number", float: "a number"}
     return names.get(type(value), f"a {type(value).__name__}")
 
 
 def is_content(value: Any) -> bool:
-    """Whether a value is a `Content`, stored in a data set's files, and not the path of another file."""
+    """Return whether a value is a `Content` stored in a data set's files, and not the path of another file."""
     return not isinstance(value, str | list | dict) and hasattr(value, "label")
 
 
 def is_empty(value: Any, depth: int = 4) -> bool:
-    """Whether a value is missing (`EMPTY`), or a list or object of missing values only."""
+    """Return whether a value is missing (`EMPTY`), or a list or object of missing values only."""
     if not depth or not isinstance(value, dict | list):
         return value in EMPTY
     return all(is_empty(each, depth - 1) for each in (value.values() if isinstance(value, dict) else value))
 
 
 def label_of(file: Any) -> Any:
-    """The label of a content; any other value, such as a path, unchanged."""
+    """Return the label of `file` if it is embedded content; return any other value, such as a path, unchanged."""
     return file.label if is_content(file) else file
 
 
 def wrong(
     place: str, found: str, expected: str, fix: str = "correct or remove the record", because: str = ""
 ) -> UserError:
-    """The error for a field of a record."""
+    """Return the error for a field of a record with a wrong value."""
     return UserError.at(place, found=found, expected=expected, fix=fix, because=because)
 
 
 def items_of(value: Mapping[str, Any], field: ItemField, where: str, folder: Path | None) -> list[ItemRef]:
-    """The items in a field of a record. A video is a file or a list of frames. Raises `UserError`.
+    """Return the items in a field of a record. A video is a file or a list of frames. Raises `UserError`.
 
     `folder`: the folder of images and videos; absolute paths become relative to it.
     """
@@ -142,7 +142,7 @@ def items_of(value: Mapping[str, Any], field: ItemField, where: str, folder: Pat
 
 
 def _videos(given: list[Any], place: str) -> list[Any]:
-    """The videos of a list, each a file or a list of frames. Raises `UserError`."""
+    """Return the videos in a list, each a file or a list of frames. Raises `UserError`."""
     if any(isinstance(each, list) for each in given):
         for k, each in enumerate(given):
             if each == []:
@@ -165,7 +165,7 @@ def _is_frame(path: Any) -> bool:
 
 
 def with_settings(value: Mapping[str, Any], refs: list[ItemRef], where: str) -> list[ItemRef]:
-    """Items of one field with the missing ones of their `SETTINGS` from a record or entry. Raises `UserError`."""
+    """Return items of one field with `SETTINGS` that they lack filled in from a record or entry. Raises `UserError`."""
     settings: list[dict[str, Any]] = [dict(ref.given) for ref in refs]
     for name in refs[0].field.settings if refs else ():
         given: Any = value.get(name)
@@ -189,7 +189,7 @@ def with_settings(value: Mapping[str, Any], refs: list[ItemRef], where: str) -> 
 
 
 def _checked(given: dict[str, Any], where: str) -> tuple[tuple[str, Any], ...]:
-    """Names and values of the settings of one item. Raises `UserError` for contradicting ones."""
+    """Check the settings of one item. Returns names and values. Raises `UserError` for contradicting settings."""
     fix, sides = "correct or remove one of these fields", {"resized_height", "resized_width"} & given.keys()
     for low, high in (("min_pixels", "max_pixels"), ("min_frames", "max_frames")):
         if low in given and given[low] > given.get(high, given[low]):
@@ -209,7 +209,7 @@ def _is_number(value: Any, minimum: float = 0, maximum: float = _MAX_SECONDS) ->
 
 
 def _is_ascending(value: Any) -> bool:
-    """Whether a value is a list of ascending times."""
+    """Return whether a value is a list of ascending times."""
     if not isinstance(value, list) or not all(map(_is_number, value)):
         return False
     return all(low < high for low, high in itertools.pairwise(value))
@@ -228,8 +228,8 @@ SETTINGS: Mapping[str, tuple[str, Callable[[Any], bool], Callable[[Any], Any]]] 
     "sample_fps": _RATE,
     **dict.fromkeys(("nframes", "min_frames", "max_frames", "total_pixels", *SIZES), _COUNT),
 }  # fmt: skip
-"""Settings of items in a record or in an entry of a message: the expected value in words, a test for it, and its
-conversion. Pictures have only `SIZES`. All names but `times` are those of qwen-vl-utils.
+"""Settings of items in a record or in an entry of a message: the expected value in words, a function that tests a
+value, and a function that converts it. Pictures have only `SIZES`. All names but `times` are from qwen-vl-utils.
 """
 
 
@@ -239,7 +239,7 @@ def _no_paths(value: Any, place: str, expected: str) -> UserError:
 
 
 def _file(path: Any, where: str, folder: Path | None) -> str | Content:
-    """A path relative to the image folder and inside it, or the picture in a data URI. Raises `UserError`."""
+    """Return a path relative to the image folder and inside it, or the picture in a data URI. Raises `UserError`."""
     if is_content(path):
         return path
     fix = "write a path relative to the image folder"
@@ -265,7 +265,7 @@ def _file(path: Any, where: str, folder: Path | None) -> str | Content:
 
 
 def _relative(path: str, folder: Path) -> str:
-    """An absolute path relative to the folder, by names or with links resolved; unchanged if it is not inside."""
+    """Return an absolute path relative to the folder, by names or with links resolved; unchanged if it is outside."""
     for resolve in (os.path.normpath, os.path.realpath):
         start = os.path.join(resolve(os.path.abspath(folder)), "")
         if (resolved := resolve(path)).startswith(start):
@@ -274,7 +274,7 @@ def _relative(path: str, folder: Path) -> str:
 
 
 def _picture(uri: str, where: str) -> InMemory:
-    """The picture in a data URI. Raises `UserError`."""
+    """Return the picture in a data URI. Raises `UserError`."""
     fix, found, match = "write it to a file in the image folder, and name that", quoted(uri[:40]), _DATA.match(uri)
     if match is None:
         raise wrong(where, f"the data URI {found}", "a picture such as data:image/png;base64,...", fix)

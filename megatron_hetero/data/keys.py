@@ -11,19 +11,19 @@ from megatron_hetero.base.errors import UserError
 from megatron_hetero.data.item_fields import PLURALS, SETTINGS, is_content, is_empty
 
 FORMS = ("conversations", "messages", "texts", "question", "answer")
-"""Keys with the text of a record."""
+"""Keys of records that have text."""
 WEIGHTS = ("loss", "weight", "train")
-"""Keys of a turn that say whether it is trained on."""
+"""Keys of a turn that say whether the turn is trained on."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of what the assistant thinks before it answers."""
+"""Keys of the thoughts of the assistant before an answer."""
 READ: Mapping[str, tuple[str, ...]] = {
     "record": (*PLURALS, *PLURALS.values(), *FORMS, "system", "tools", *SETTINGS),
     "turn": (*WEIGHTS, *THOUGHTS, "tool_calls", "tool_call_id", "name"),
     "call": ("type", "id", "function", "name", "arguments"),
     "entry": ("type", "url", "path"),
 }
-"""Keys that are read, by level. Besides, a record has fields of further encoders, a turn its speaker and text, an entry
-its text or item, and the settings in `ItemField.settings`.
+"""Keys that are read, by level. Also read are a record's fields of further encoders, a turn's speaker and text, an
+entry's text or item, and the settings in `ItemField.settings`.
 """
 _ROWS = (
     ("record turn entry", "rejected rejected_response rejected_messages rejected_images chosen kto_tag label",
@@ -48,10 +48,10 @@ _ROWS = (
     ("turn", "function_call refusal", "templates take no such field", "write it into `tool_calls` or the text instead"),
     ("entry", "base64 bytes", "an item's file is named", "write data:image/png;base64,... in its place"),
 )  # fmt: skip
-"""Levels, keys, why they are refused, and what to do. A `label` of true or false is a preference, others are not."""
+"""Levels, refused keys, reason and fix. A `label` is refused only if it is true or false, which marks a preference."""
 REFUSED = {(level, name): why for levels, names, *why in _ROWS for level in levels.split() for name in names.split()}
 MAX_NAMES, _MAX_CHARACTERS = 32, 64
-"""Maximum number of keys that are counted by name, and maximum characters of such a name."""
+"""Maximum number of keys that are counted by name, and maximum characters of such a key."""
 
 
 def unread(value: Mapping[str, Any], level: str, known: Collection[str], place: str) -> list[str]:
@@ -70,7 +70,7 @@ def unread(value: Mapping[str, Any], level: str, known: Collection[str], place: 
 
 
 def count_names(counts: dict[str, int], more: Mapping[str, int]) -> None:
-    """Add the numbers of these names to the counts. Beyond `MAX_NAMES` names, the rest are counted as `others`."""
+    """Add the numbers in `more` to `counts`, by name. Beyond `MAX_NAMES` names, the rest are counted as `others`."""
     for name, number in more.items():
         short = name[:_MAX_CHARACTERS]
         key = short if short in counts or len(counts) < MAX_NAMES else "others"

@@ -1,19 +1,19 @@
-"""Loads the next step while the current one runs.
+"""Loads the batch of the next step while the current step runs.
 
-Each rank does this for each step, on one background thread with a pool of `data.workers` threads, which may run 1, 4
-and 5 in as many processes (`worker_process`):
+Each rank performs these stages for each step, on one background thread with a pool of `data.workers` threads, which may
+run 1, 4 and 5 in as many processes (`worker_process`):
 
-  1. tokenise samples: those of this rank's text replica if they are known before lengths are, else an equal share of
-     all;
+  1. tokenise samples: the samples of this rank's text replica if they do not depend on lengths, else an equal share of
+     all samples;
   2. exchange the samples' integers (and any error) among all ranks, once, on the host;
   3. deal the samples to text replicas and micro-batches, and compute what this rank decodes, encodes and reads in each,
-     in which calls, and which rows go where;
+     the calls of encoders, and the plans by which rows cross between modules;
   4. tokenise the other samples of this rank's replica, and pack them;
-  5. decode this rank's pieces of items, each piece once in its encoder replica;
+  5. decode this rank's pieces of items: each piece is decoded by one rank of its encoder replica;
   6. exchange any error among all ranks, and send each rank of the replica the patches that it embeds.
 
-With `data.bad_records: skip` a bad record is no error. Ranks report it in 2, or in 6 if only decoding notices it: then
-all ranks repeat 3 to 6 without its sample, and read only what they have not read yet.
+With `data.bad_records: skip` a bad record is not an error. Ranks report it in 2, or in 6 if only decoding reveals it;
+then all ranks repeat 3 to 6 without its sample, reusing what they have read.
 
 An error of any rank reaches all ranks in the next exchange, so that all stop with the same message.
 """
@@ -37,9 +37,10 @@ from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.plan import RankPlan
 from megatron_hetero.boundary.routes import is_identity
+from megatron_hetero.data.dealing import Deal, Dealing, dealing_of
 from megatron_hetero.data.device import encoder_input, micro_batch_inputs, text_input
 from megatron_hetero.data.mixture import Mixture
-from megatron_hetero.data.packing import Deal, Dealing, PackMetadata, SampleLimits, TokenizedSample, dealing_of
+from megatron_hetero.data.packing import PackMetadata, SampleLimits, TokenizedSample
 from megatron_hetero.data.partition import EncoderCall, Packs, StepPartitioner
 from megatron_hetero.data.processor import Processor, ReaderProcesses
 from megatron_hetero.data.token_ids import modules_with_dropout, patch_ids
@@ -57,27 +58,27 @@ T = TypeVar("T")
 
 
 Run = Callable[..., Iterable[Any]]
-"""`map`, or a function that does the same in parallel."""
+"""`map`, or a parallel equivalent of it."""
 
 
 READ_AHEAD_STEPS = 4
-"""Number of steps before they are loaded at which samples are announced to formats that can read ahead."""
+"""Formats that can read ahead receive the samples of a step this number of steps before it is loaded."""
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One step on the host: this rank's inputs, and figures over all replicas.
+    """The batch of one step on the host: this rank's inputs, and statistics over all replicas.
 
     Attributes:
-        micro_batches: this rank's inputs, with plans as rows, see `to_device`.
+        micro_batches: this rank's inputs, with boundary plans that `to_device` loads.
         supervised: number of supervised tokens.
         tokens: number of tokens.
         sizes: by encoder, the sizes of its pieces.
-        sample_lengths: tokens of each sample.
+        sample_lengths: number of tokens of each sample.
         encoder_loads: for each call of an encoder, the predicted forward flops of each replica.
         text_loads: for each micro-batch, the predicted forward flops of each replica of the text module.
-        skipped: number of samples left out as too long.
-        bad: samples left out as bad.
+        skipped: number of samples left out because they are too long.
+        bad: samples left out because their records are bad.
     """
 
     micro_batches: tuple[MicroBatchInputs, ...]
@@ -92,10 +93,10 @@ class StepBatch:
 
 
 class _Read(NamedTuple):
-    """What a rank has read for a step so far.
+    """Samples and patches that a rank has read so far for a step.
 
-    `run`: see `StepLoader.load`. `samples`: by number; None if too long and skipped. `patches`: by number of the
-    sample, number of the item in it, and pieces.
+    `run`: see `StepLoader.load`. `samples`: samples by number; None for samples skipped as too long. `patches`: patches
+    by number of the sample, number of the item in the sample, and pieces.
     """
 
     run: Run
@@ -122,7 +123,7 @@ class StepLoader:
 
     @classmethod
     def of(cls, job: JobSpec, mixture: Mixture, processor: Processor, topology: Topology) -> StepLoader:
-        """Return the loader of a job, which reads in separate processes if `data.worker_type` says so."""
+        """Return the loader of a job, which reads in worker processes if `data.worker_type` is `process`."""
         data, patches = job.config.data, None if job.budget is None else job.budget.patches
         reader = ReaderProcesses(processor, data.workers) if data.worker_type == "process" else processor
         limits = SampleLimits(data.max_seq_length, patches, data.too_long)
@@ -165,7 +166,7 @@ class StepLoader:
         return self._load(step, read, dict(sorted(item for reports in by_rank for item in reports.items())))
 
     def _load(self, step: int, read: _Read, reported: Mapping[int, PackMetadata | BadSample]) -> StepBatch:
-        """Load the batch of `step` from the good samples among those `reported`."""
+        """Load the batch of `step` from the good samples among `reported`."""
         where, encoders = f"{self.what} {step}", self.partitioner.encoders
         samples = {n: each for n, each in reported.items() if isinstance(each, PackMetadata)}
         deal = self.dealing.deal(step, samples)
@@ -211,8 +212,8 @@ class StepLoader:
     def _encoder_inputs(
         self, call: EncoderCall, decoded: Sequence[np.ndarray], packs: Sequence[Packs]
     ) -> list[EncoderInput]:
-        """Return the input of each chunk of a call, on ranks of the encoder, once the patches that they `decoded` have
-        reached the ranks that embed them.
+        """Send the patches that this rank `decoded` to the ranks that embed them. Returns the encoder's input for each
+        chunk of a call; empty outside the encoder.
         """
         patches: Sequence[Tensor | None] = [None] * len(call.shards)
         if call.exchange is not None:
@@ -225,18 +226,18 @@ class StepLoader:
 
     @cached_property
     def _dropout(self) -> tuple[str, ...]:
-        """Modules whose tokens get ids for dropout."""
+        """Names of the modules whose tokens get ids for dropout."""
         return modules_with_dropout(self.job) if self.trains else ()
 
     @cached_property
     def _replica(self) -> int | None:
-        """This rank's replica of the text module."""
+        """This rank's replica of the text module; None outside the text module."""
         layout = self.topology.layouts[TEXT]
         return layout.replica_of(self.topology.rank) if self.topology.rank in layout else None
 
     def _samples_to_read(self, step: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the samples that this rank reads before lengths are known, and those that it reports to all ranks. One
-        rank reports each sample.
+        """Return the samples that this rank reads before lengths are known, and the samples that it reports to all
+        ranks. Each sample is reported by exactly one rank.
         """
         rank, layout = self.topology.rank, self.topology.layouts[TEXT]
         if self._replica is not None and (foreseen := self.dealing.foreseen(step, self._replica)) is not None:
@@ -250,7 +251,7 @@ class StepLoader:
     def _report(
         self, early: Sequence[int], reported: Sequence[int], read: _Read
     ) -> dict[int, PackMetadata | BadSample]:
-        """Tokenise the samples that are `early`. Returns the metadata of those `reported`, without skipped ones."""
+        """Tokenise the `early` samples. Returns the metadata of the `reported` samples, except skipped ones."""
         read.samples.update(zip(early, read.run(self._tokenise, early), strict=True))
         encoders, samples = list(self.partitioner.encoders), {number: read.samples[number] for number in reported}
         return {
@@ -280,7 +281,7 @@ class StepLoader:
     def _unchanged(
         self, number: int, sample: TokenizedSample | BadSample | None, reported: PackMetadata
     ) -> TokenizedSample:
-        """Return the sample, if it is the one that a rank reported to all. Raises `UserError`."""
+        """Return the sample. Raises `UserError` if its metadata differ from the metadata that a rank `reported`."""
         encoders = list(self.partitioner.encoders)
         if isinstance(sample, TokenizedSample) and reported.is_same(PackMetadata.of_sample(number, sample, encoders)):
             return sample
@@ -298,7 +299,7 @@ class StepLoader:
         return sample if is_in else None
 
     def _unless_bad(self, work: Callable[[], T]) -> T | BadSample:
-        """Return the result of `work` on a sample, or the fault of a bad record where these are skipped."""
+        """Return the result of `work`, or the fault of a bad record if `data.bad_records` is `skip`."""
         try:
             return work()
         except BadRecord as error:
@@ -312,8 +313,8 @@ class StepLoader:
         return [(pack.sources[i], pack.sizes[i]) for m in call.micro_batches for pack in packs[m]]
 
     def _decode(self, calls: Sequence[EncoderCall], packs: Sequence[Packs], read: _Read) -> list[list[Any]]:
-        """Decode this rank's pieces, except those that it has decoded before. Returns for each call fp32
-        [patches, elements] of each item; consecutive pieces of one item are decoded together.
+        """Decode this rank's pieces that are not decoded yet. Returns, for each call, the patches of each run of
+        consecutive pieces of one item, fp32 [patches, elements].
         """
         wanted = list[list[tuple[int, int, tuple[Piece, ...]]]]()
         for call in calls:
@@ -331,8 +332,8 @@ class StepLoader:
         return [[read.patches[each] for each in of_call] for of_call in wanted]
 
     def _exchange(self, where: str, work: Callable[[], T]) -> list[T]:
-        """Return the results of `work` on all ranks, by rank. The first rank's error is raised on every rank as a
-        `SharedError`, with a message if the user can fix it, or else with the stack trace.
+        """Return the results of `work` on all ranks, by rank. If it fails, all ranks raise the first failing rank's
+        error as a `SharedError`: with its message if the user can fix it, else with the stack trace.
         """
 
         def attempt() -> T:
@@ -347,10 +348,10 @@ class StepLoader:
         return on_every(self.topology.host, attempt)
 
     def _exchange_patches(self, call: EncoderCall, exchange: RankPlan, decoded: Sequence[np.ndarray]) -> list[Tensor]:
-        """Send the patches that this rank decoded, fp32 [patches, elements] each, to the ranks that embed them.
+        """Send the patches that this rank decoded, each fp32 [patches, elements], to the ranks that embed them.
 
-        Returns the patches that this rank embeds in each chunk, in the dtype of the job, with zeros for padding after
-        them; in pinned memory for a GPU.
+        Returns the patches that this rank embeds in each chunk, in the job's dtype, followed by zeros for padding; in
+        pinned memory for a GPU.
         """
         shape, pinned = call.everyone.shape, self.topology.platform.is_cuda
         width, elements, direction = shape.unit_width, shape.unit_width // shape.unit, exchange.forward
@@ -368,7 +369,7 @@ class StepLoader:
 
     @cached_property
     def _communicators(self) -> dict[str, BoundaryCommunicator]:
-        """Communicators for patches, by encoder. A row is the patches of one unit."""
+        """Communicators for patches, by encoder. One row has the patches of one unit."""
         encoders = self.partitioner.encoders
         return {
             name: BoundaryCommunicator(group, CPU, encoders[name].unit_width, torch.float32, check=False)
@@ -386,8 +387,8 @@ def _padded(patches: Tensor, padding: int, dtype: torch.dtype, pinned: bool) -> 
 
 
 def _digests(calls: Sequence[EncoderCall], deal: Deal) -> dict[str, str]:
-    """Return facts that ranks must agree on: for each micro-batch the samples of all text replicas, and the plans of
-    the boundaries of this rank.
+    """Return facts on which ranks must agree: the samples of all text replicas in each micro-batch, and the plans of
+    this rank's boundaries.
     """
     facts = {"number of micro-batches": f"{len(deal)}"}
     facts |= {f"samples of micro-batch {m}": f"{hash(tuple(map(tuple, dealt))):x}" for m, dealt in enumerate(deal)}

@@ -18,18 +18,18 @@ from megatron_hetero.data.records import PLAIN, Dataset, Reading, Record
 from megatron_hetero.data.sources.index import Blocks
 
 Shuffle: TypeAlias = "Literal['blocks'] | bool"
-"""Whether samples are permuted: all of them, or blocks and then the samples in a few blocks."""
+"""Whether samples are permuted; "blocks": blocks are permuted, and then the samples within a few blocks."""
 WINDOW_BYTES, WINDOW_RECORDS = 1 << 29, 1 << 13
-"""Limits of a window: bytes to be read for it, and records."""
+"""Maximum bytes to be read for a window, and maximum records of a window."""
 
 
 class Mixture:
     """The stream of samples that training reads: ``mixture[i]`` for every i >= 0.
 
     An epoch has ``len(mixture)`` samples, rate · records of every data set. With ``shuffle`` each epoch draws and
-    permutes them anew, as a function of (seed, epoch) alone; without, an epoch is the first records of each data set in
-    the order of the configuration. With ``shuffle="blocks"`` blocks of consecutive records are drawn and permuted, and
-    then the records of each *window*, a few blocks that fit into the memory of one rank.
+    permutes its records, as a function of (seed, epoch) alone; without, an epoch is the first records of each data set
+    in the order of the configuration. With ``shuffle="blocks"`` blocks of consecutive records are drawn and permuted,
+    and then the records of each *window*, a few blocks that fit into the memory of one rank.
     """
 
     # The stream has no end: `for record in mixture` would never stop.
@@ -57,11 +57,11 @@ class Mixture:
         """Load the named data sets.
 
         Args:
-            datasets: entries ``name`` or ``name%rate``; the rate is in percent of the data set's records per epoch,
-                over 100 repeats records.
+            datasets: entries ``name`` or ``name%rate``. The rate is in percent of the data set's records per epoch; a
+                rate over 100 repeats records.
             registry: the data sets by name.
             shuffle, seed: see `Mixture`.
-            reading: see `Dataset`.
+            reading: options for reading the data sets, see `Reading`.
 
         Raises:
             UserError: no entry, an unknown name, a bad rate, or a data set that does not load.
@@ -82,12 +82,12 @@ class Mixture:
         return cls([(loaded[each.name], each) for each in sampled], shuffle=shuffle, seed=seed)
 
     def hashed(self) -> Iterator[tuple[Dataset, SampledDataset, str]]:
-        """Yield the data sets, each with a hash of what the order takes from its blocks; empty if it takes nothing."""
+        """Yield the data sets, each with a hash of the block data that affect the order; empty without blocks."""
         if self.shuffle != "blocks":
             yield from ((*each, "") for each in self.sampled)
             return
         blocks = [data.blocks for data, _ in self.sampled]
-        # Windows of small records end by number, whatever their bytes. The last block of a data set may be cut.
+        # The number of records limits windows of small records, whatever their bytes. The last block may be cut.
         maximum = WINDOW_RECORDS * max((each.sizes / np.diff(each.starts)).max() for each in blocks)
         by_size = maximum + sum(each.sizes.max() for each in blocks) > WINDOW_BYTES
         for (data, rate), each in zip(self.sampled, blocks, strict=True):
@@ -95,7 +95,7 @@ class Mixture:
             yield data, rate, hashlib.sha256(text).hexdigest()
 
     def __len__(self) -> int:
-        """Samples per epoch."""
+        """Return the number of samples per epoch."""
         return sum(self._counts)
 
     def __getitem__(self, i: int) -> Record:
@@ -106,13 +106,13 @@ class Mixture:
         return self.sampled[dataset][0][record]
 
     def read_ahead(self, samples: Sequence[int]) -> None:
-        """Start to read samples of the stream, where the format of their files can read ahead."""
+        """Prefetch samples of the stream, if the format of their files supports that."""
         sources = np.array([self._source(i) for i in samples], np.int64).reshape(-1, 2)
         for dataset in np.unique(sources[:, 0]).tolist():
             self.sampled[dataset][0].read_ahead(np.unique(sources[sources[:, 0] == dataset, 1]))
 
     def _source(self, i: int) -> tuple[int, int]:
-        """Return the number of a sample's data set, and of its record there."""
+        """Return the number of a sample's data set, and the number of the sample's record in it."""
         epoch, position = divmod(int(i), len(self))
         record = int(self._order(epoch if self.shuffle else 0)[position])
         dataset = int(np.searchsorted(self._starts, record, side="right")) - 1
@@ -148,8 +148,8 @@ class Mixture:
 
 
 def _blocks_of_epoch(blocks: Blocks, count: int, generator: np.random.Generator) -> np.ndarray:
-    """Draw blocks with `count` records of a data set. Returns first record, end, and bytes of each, int64 [blocks, 3].
-    The last drawn block may be cut.
+    """Draw blocks with `count` records of a data set. Returns first record, end, and bytes of each block, int64
+    [blocks, 3]. The last drawn block may be cut.
     """
     every = np.stack([blocks.starts[:-1], blocks.starts[1:], blocks.sizes], axis=1)
     repeats, rest = divmod(count, int(blocks.starts[-1]))
@@ -174,7 +174,7 @@ def _windows(blocks: np.ndarray) -> Iterator[int]:
 
 
 def reading_of(config: Config, processor: Processor, *, strict: bool = True) -> Reading:
-    """Return how a run reads its data sets. `strict`: see `Reading`."""
+    """Return the options with which a run reads its data sets. `strict`: see `Reading`."""
     data = config.data
     strict = strict and data.bad_records == "stop"
     return Reading(processor.fields, data.index_folder, processor.readers if data.scan else None, strict)

@@ -1,25 +1,20 @@
-"""Samples as tokens, how they are dealt to replicas of the text module and micro-batches, and what all ranks know of
-the packs that they form.
+"""Tokenized samples, and the metadata of packs that all ranks have.
 
 A *pack* is the micro-batch of one replica of the text module: samples as one sequence of tokens, without padding
-between them. It may be empty. A step trains the same samples of the stream in every layout; dealing them out changes
-rounding only, since losses are summed over all tokens of a step (docs/gradients.md). All ranks deal for themselves, by
-pure functions.
+between them. It may be empty.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
-from typing import Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
 from megatron_hetero.base.errors import BadSample, UserError
-from megatron_hetero.data.balance import UNLIMITED, fill_bins, into_rounds
 from megatron_hetero.data.records import Record
-from megatron_hetero.job.job import BatchShape, Budget, JobSpec, samples_of
 from megatron_hetero.models.items.types import ItemShape, Size
 
 IGNORED = -100
@@ -28,17 +23,17 @@ IGNORED = -100
 
 @dataclass(frozen=True, eq=False)
 class TokenizedSample:
-    """One record as tokens, with a token for each row of its items.
+    """A record as tokens, with one token for each row of its items.
 
     Attributes:
-        input_ids: int64 [n].
-        supervised: bool [n], true for the tokens the model is trained to produce.
+        input_ids: token ids, int64 [n].
+        supervised: bool [n], true for the tokens that the model is trained to produce.
         sizes: the size of each item.
         pieces: the sizes of each item's pieces.
         position_ids: int64 [dims, n], rotary positions, from 0.
         row_positions: int64 [rows], indices of the tokens that stand for rows, item by item in the order of rows.
         rows: int64 [items], the number of rows of each item.
-        record: its source, which also names the encoder of each item.
+        record: the source record, which also names the encoder of each item.
     """
 
     input_ids: np.ndarray
@@ -55,7 +50,7 @@ class TokenizedSample:
 
     @property
     def labels(self) -> np.ndarray:
-        """Token that each position must predict, or `IGNORED`, int64 [n]. The last token predicts nothing, so that
+        """Token that each position must predict, or `IGNORED`, int64 [n]. The last position predicts nothing, so that
         labels never cross samples.
         """
         labels = np.full(len(self), IGNORED, np.int64)
@@ -65,14 +60,14 @@ class TokenizedSample:
 
 @dataclass(frozen=True)
 class PackMetadata:
-    """What all ranks know of a pack. Tuples by encoder are in the order of the encoders.
+    """Metadata of a pack that all ranks have. Tuples by encoder are in the order of the encoders.
 
-    Hashable: equal packs are cut in the same way, whatever their `supervised` and `sources`.
+    Instances are hashable; comparison ignores `supervised` and `sources`, which do not affect how a pack is cut.
 
     Attributes:
-        lengths: tokens of each sample.
+        lengths: number of tokens of each sample.
         sizes: by encoder, the size of each piece.
-        places: by encoder, the bytes of `positions`.
+        places: by encoder, the positions of its rows in the pack as bytes, see `positions`.
         supervised: number of supervised tokens.
         sources: by encoder, the source of each piece, int64 [pieces, 3]: numbers of the sample in the stream, of the
             item in the sample, and of the piece in the item.
@@ -86,7 +81,7 @@ class PackMetadata:
 
     @classmethod
     def of_sample(cls, number: int, sample: TokenizedSample, encoders: Sequence[str]) -> PackMetadata:
-        """Return the metadata of a pack with one sample, which has this number in the stream."""
+        """Return the metadata of a pack of one sample, which has this number in the stream."""
         assert sample.rows.sum() == len(sample.row_positions), "a sample has one token for each row of its items"
         sizes, places, sources = [], [], []
         for encoder in encoders:
@@ -96,7 +91,7 @@ class PackMetadata:
             sizes.append(tuple(size for item in items for size in sample.pieces[item]))
             places.append(sample.row_positions[np.repeat(encoded, sample.rows)].astype(np.int64).tobytes())
             sources.append(np.array(source, np.int64).reshape(-1, 3))
-        # A label is the token that follows.
+        # The first token is no label: a label is the token that follows.
         supervised = int(sample.supervised[1:].sum())
         return cls((len(sample),), tuple(sizes), tuple(places), supervised, tuple(sources))
 
@@ -119,13 +114,13 @@ class PackMetadata:
         )
 
     def is_same(self, other: PackMetadata) -> bool:
-        """Return whether the packs are equal in `supervised` and `sources` too."""
+        """Return whether the packs are equal, including `supervised` and `sources`."""
         same_sources = all(map(np.array_equal, self.sources, other.sources))
         return self == other and self.supervised == other.supervised and same_sources
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all samples."""
+        """Number of tokens of all samples of the pack."""
         return sum(self.lengths)
 
     def positions(self, encoder: int) -> np.ndarray:
@@ -133,7 +128,7 @@ class PackMetadata:
         return np.frombuffer(self.places[encoder], np.int64)
 
     def patches(self, encoders: Mapping[str, ItemShape]) -> list[int]:
-        """Return the number of patches for each of the encoders."""
+        """Return the number of patches for each encoder."""
         return [len(self.positions(i)) * shape.unit for i, shape in enumerate(encoders.values())]
 
     def cost(self, encoders: Mapping[str, ItemShape]) -> float:
@@ -143,7 +138,7 @@ class PackMetadata:
 
 
 def bad_counts(bad: Sequence[BadSample]) -> dict[str, int]:
-    """Return metrics: the number of bad samples, and the number of each cause that occurs."""
+    """Return metrics by name: the number of bad samples, in total and by cause."""
     causes = Counter(each.cause for each in bad)
     return {"bad_samples": len(bad), **{f"bad_samples_{cause}": causes[cause] for cause in sorted(causes)}}
 
@@ -152,7 +147,7 @@ def bad_counts(bad: Sequence[BadSample]) -> dict[str, int]:
 class SampleLimits:
     """Limits of a sample, which is never truncated.
 
-    `patches`: limit for each encoder; None: no limit. `too_long`: whether a larger sample is an error or skipped.
+    `patches`: limit for each encoder; None: no limit. `too_long`: whether a larger sample is an error or is skipped.
     """
 
     tokens: int
@@ -160,7 +155,7 @@ class SampleLimits:
     too_long: Literal["error", "skip"] = "error"
 
     def admits(self, sample: TokenizedSample, encoders: Mapping[str, ItemShape]) -> bool:
-        """Return whether the sample is within the limits. Raises `UserError` for a larger one that is not skipped."""
+        """Return whether the sample is within the limits. Raises `UserError` for a larger one that is an error."""
         if len(sample) > self.tokens:
             problem = {
                 "found": f"a sample of {len(sample)} tokens, {len(sample.row_positions)} of them for images",
@@ -183,81 +178,5 @@ class SampleLimits:
 
 
 def _max_patches(sample: TokenizedSample, encoders: Mapping[str, ItemShape]) -> int:
-    """Return the largest number of the sample's patches for one encoder."""
+    """Return the largest number of patches that the sample has for one encoder."""
     return max(PackMetadata.of_sample(0, sample, list(encoders)).patches(encoders))
-
-
-Deal = Sequence[Sequence[Sequence[int]]]
-"""The numbers of the samples of each micro-batch and replica, ascending; at least one micro-batch."""
-FLOPS = 1 << 20
-"""Unit of costs: integers whose sums are exact in float64."""
-
-
-@dataclass(frozen=True)
-class InOrder(BatchShape):
-    """Deals the same number of samples to every micro-batch, in the order of the stream."""
-
-    def foreseen(self, step: int, replica: int) -> list[int]:
-        """Return the samples of a replica in `step`, which do not depend on their lengths."""
-        return [n for m in range(self.micro_batches) for n in self.numbers(step, replica, m)]
-
-    def deal(self, step: int, samples: Mapping[int, PackMetadata]) -> Deal:
-        """Deal out `samples` of `step`. Packs are shorter where samples were skipped."""
-        return [
-            [[n for n in self.numbers(step, r, m) if n in samples] for r in range(self.replicas)]
-            for m in range(self.micro_batches)
-        ]
-
-
-@dataclass(frozen=True)
-class ByBudget:
-    """Deals samples to as few micro-batches as the budget allows, with even loads, see `fill_bins`.
-
-    `replicas`: number of replicas of the text module. `encoders`: shapes by name. `text_work`: predicted flops of a
-    sample of `n` tokens. `end`: number of samples in the stream; None for an infinite one.
-    """
-
-    replicas: int
-    step_samples: int
-    budget: Budget
-    encoders: Mapping[str, ItemShape]
-    text_work: Callable[[int], float]
-    end: int | None = None
-
-    def step(self, step: int) -> range:
-        """See `BatchShape.step`."""
-        return samples_of(step, self.step_samples, self.end)
-
-    def foreseen(self, step: int, replica: int) -> None:
-        """Return None: the samples of a replica depend on the lengths of all."""
-        return
-
-    def deal(self, step: int, samples: Mapping[int, PackMetadata]) -> Deal:
-        """Deal out `samples` of `step`. Raises `ValueError` if one alone exceeds the budget."""
-        numbers = sorted(samples)
-        ordered = [samples[number] for number in numbers]
-        sizes = [[sample.tokens, *sample.patches(self.encoders)] for sample in ordered]
-        patches = UNLIMITED if self.budget.patches is None else self.budget.patches
-        costs = [int(sample.cost(self.encoders)) // FLOPS for sample in ordered]
-        table = np.array(sizes, np.int64).reshape(len(numbers), 1 + len(self.encoders))
-        budgets = [self.budget.tokens, *(patches for _ in self.encoders)]
-        bins = fill_bins(table, budgets, np.array(costs, np.int64), self.replicas)
-        work = [sum(self.text_work(ordered[i].tokens) for i in items) for items in bins]
-        rounds = into_rounds(work, self.replicas)
-        return [[[numbers[i] for i in bins[number]] for number in bins_of_round] for bins_of_round in rounds]
-
-    def once(self, samples: int) -> ByBudget:
-        """See `BatchShape.once`."""
-        return replace(self, end=samples)
-
-
-Dealing: TypeAlias = InOrder | ByBudget
-"""Deals out the samples of a step. Frozen, the same on all ranks."""
-
-
-def dealing_of(job: JobSpec) -> Dealing:
-    """Return the dealing that a job's configuration selects."""
-    if job.budget is None:
-        return InOrder(*astuple(job.batch))
-    samples = job.config.train.global_batch_size
-    return ByBudget(job.batch.replicas, samples, job.budget, job.shapes.encoders, job.text_work)

@@ -1,11 +1,11 @@
 """What each rank decodes, encodes and reads in the micro-batches of a step, as pure functions of integers known to all
-ranks. Training and `--plan` both ask here.
+ranks. Both training and `--plan` use this module.
 
-The pieces of items are numbered over the packs of all replicas in turn; so are the rows, piece by piece in the order of
+The pieces of items are numbered over the packs of all replicas in turn, and the rows piece by piece in the order of
 their units. A *call* of an encoder takes one micro-batch or more (`data.balance.cut_calls`); its pieces and rows are
 numbered one micro-batch after the other.
 
-Results depend on lengths, sizes and places only, so that those of equal micro-batches and calls are computed once.
+Results depend on lengths, sizes and places only, so equal micro-batches and calls are computed once.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from megatron_hetero.models.items.types import ItemShape, Size
 
 @dataclass(frozen=True, eq=False)
 class EncoderCall:
-    """What one rank does for one call of an encoder, which takes one micro-batch or more.
+    """One call of an encoder, for one micro-batch or more, as one rank executes it.
 
     Attributes:
         encoder: name of the module.
-        micro_batches: micro-batches of the call. Rows are in their order.
+        micro_batches: micro-batches of the call, in the order of its rows.
         everyone: the pieces of the call, on all ranks of the encoder.
-        shards: what this rank encodes in each chunk; empty outside the encoder.
-        rows: for each micro-batch, by edge, how rows reach the text module, on ranks that take part.
+        shards: this rank's shard of each chunk; empty outside the encoder.
+        rows: for each micro-batch, by edge, this rank's plan of how rows reach the text module.
         decodes: numbers of the pieces that this rank decodes.
-        exchange: boundary plan by which units of patches, once they are decoded, reach the ranks of the replica that
-            embed them (forward direction); None outside the encoder's first stage.
+        exchange: boundary plan by which decoded units of patches reach the ranks of the replica that embed them
+            (forward direction); None outside the encoder's first stage.
     """
 
     encoder: str
@@ -57,23 +57,23 @@ class EncoderCall:
 Packs = tuple[PackMetadata, ...]
 """The packs of a micro-batch, one for each replica of the text module."""
 CallRuns = Callable[[int], Mapping[str, Sequence[range]]]
-"""Returns by encoder, for a number of micro-batches, all of them in runs that one call may encode."""
+"""Function that divides a number of micro-batches, by encoder, into runs that one call may encode."""
 
 
 @dataclass(eq=False)
 class StepPartitioner:
-    """Computes what `rank`, a rank of any module, does in micro-batches. `call_ranges`, `token_shards` and
-    `encoder_shards` are the same on all ranks.
+    """Computes the work of `rank`, a rank of any module, in micro-batches. `call_ranges`, `token_shards` and
+    `encoder_shards` give equal results on all ranks.
 
     Attributes:
         encoders: shapes by name.
         layouts: layouts of the encoders and of "text".
         sharded: for each module, whether activations are sharded over tp.
-        row_bytes: bytes of a row of one output on the wire.
+        row_bytes: bytes that a row of one output takes when it is sent.
         edges: edges along which the rows of encoders reach the text module, with the outputs that cross there.
-        balance: assignment of pieces to an encoder's replicas, in order (off), or so that predicted work is even.
-        runs: which micro-batches of a step one call of an encoder may encode; None: one only.
-        limits: by encoder, the limit of `EncoderShards`.
+        balance: whether pieces are assigned to replicas in order (off), or so that predicted work is even.
+        runs: function that returns the micro-batches that one call may encode; None: one per call.
+        limits: by encoder, `EncoderShards.limit`.
     """
 
     encoders: Mapping[str, ItemShape]
@@ -104,18 +104,18 @@ class StepPartitioner:
     def __post_init__(self) -> None:
         self.text = self.layouts[TEXT]
         self._numbers = {name: i for i, name in enumerate(self.encoders)}
-        self._text = lru_cache(maxsize=32)(self._text_shards)  # The largest values.
+        self._text = lru_cache(maxsize=32)(self._text_shards)  # Small: these values are the largest.
         self._call = lru_cache(maxsize=64)(self._encoder_call)
         self._exchange = lru_cache(maxsize=64)(self._patch_exchange)
 
     def text_shard(self, packs: Packs) -> SequenceShard | None:
-        """Return what this rank reads of a micro-batch; None outside the text module."""
+        """Return this rank's shard of a micro-batch in the text module; None outside the text module."""
         return self._text(packs)[1]
 
     def encoder_calls(self, packs: Sequence[Packs]) -> list[EncoderCall]:
         """Return all calls of encoders in a step, in the order of their first micro-batches and of the encoders.
 
-        There is no call of an encoder for which no pack of the micro-batches has a piece. `packs`: of each micro-batch.
+        Encoders without pieces in a range of micro-batches are skipped. `packs`: the packs of each micro-batch.
         """
         calls = []
         for name, ranges in self.call_ranges(packs).items():
@@ -126,7 +126,7 @@ class StepPartitioner:
         return sorted(calls, key=lambda call: call.micro_batches.start)
 
     def _in_step(self, call: EncoderCall, micro_batches: range) -> EncoderCall:
-        """Return a call of these micro-batches of a step, with what this rank decodes for it."""
+        """Return a call for these micro-batches of a step, with the pieces that this rank decodes."""
         layout = call.everyone.layout
         if self.rank not in layout.stage(0):
             return replace(call, micro_batches=micro_batches)
@@ -135,7 +135,7 @@ class StepPartitioner:
         return replace(call, micro_batches=micro_batches, decodes=decodes, exchange=exchange)
 
     def call_ranges(self, packs: Sequence[Packs]) -> dict[str, tuple[range, ...]]:
-        """Return by encoder all micro-batches of a step, in calls of one or more."""
+        """Return by encoder the range of micro-batches of each call in a step."""
         runs = {} if self.runs is None else self.runs(len(packs))
         single = tuple(range(m, m + 1) for m in range(len(packs)))
         ranges = {}
@@ -154,8 +154,8 @@ class StepPartitioner:
         return TokenShards(self.text, self.sharded[TEXT], tuple(pack.lengths for pack in packs), places)
 
     def encoder_shards(self, name: str, packs: Sequence[Packs]) -> EncoderShards:
-        """Return the pieces in a call of an encoder, assigned to its replicas and cut over their ranks. `packs`: of the
-        call's micro-batches.
+        """Return the pieces in a call of an encoder, assigned to its replicas and cut over their ranks. `packs`: the
+        packs of each micro-batch of the call.
         """
         shape, layout = self.encoders[name], self.layouts[name]
         sizes = tuple(size for each in packs for size in self._sizes(name, each))
@@ -177,7 +177,7 @@ class StepPartitioner:
         return shards, shards.shard(self.rank) if self.rank in self.text else None
 
     def _encoder_call(self, name: str, packs: tuple[Packs, ...]) -> EncoderCall:
-        """Return a call of the first micro-batches of a step, without what this rank decodes."""
+        """Return a call with micro-batches numbered from 0, without the pieces that this rank decodes."""
         layout, everyone = self.layouts[name], self.encoder_shards(name, packs)
         texts = [self._text(each)[0] for each in packs]
         rows: list[dict[Edge, RankPlan]] = [{} for _ in packs]
@@ -191,8 +191,8 @@ class StepPartitioner:
         return EncoderCall(name, range(len(packs)), everyone, shards, tuple(rows))
 
     def _patch_exchange(self, shards: EncoderShards, turn: int) -> tuple[tuple[int, ...], RankPlan]:
-        """Return the numbers of the pieces that this rank decodes, and how their patches reach the ranks that embed
-        them.
+        """Return the numbers of the pieces that this rank decodes, and the plan by which their patches reach the ranks
+        that embed them.
         """
         replica = shards.layout.replica_of(self.rank)
         unit_bytes = 4 * shards.shape.unit_width
@@ -201,8 +201,8 @@ class StepPartitioner:
 
 
 def sides(edge: Edge, call: EncoderShards, texts: Sequence[TokenShards]) -> list[tuple[Ownership, Ownership]]:
-    """Return which ranks hold the rows of an edge before and after they cross, for each micro-batch of a call. `texts`:
-    packs of each, on the ranks of the text module.
+    """Return, for each micro-batch of a call, the ownership of an edge's rows on the source ranks and on the target
+    ranks. `texts`: the packs of each micro-batch, on the ranks of the text module.
     """
     stage = edge.target_coordinate(texts[0].layout)
     needed = {shards: shards.ownership(edge.source, stage) for shards in set(texts)}

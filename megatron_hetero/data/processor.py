@@ -1,4 +1,4 @@
-"""Records to tokens and patches, with the tokenizer and item readers of a model."""
+"""Converts records to tokens and patches with the tokenizer and item readers of a model."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from megatron_hetero.models.folders import VISION_FOLDER, ModelFolders, read_con
 from megatron_hetero.models.items.types import ItemReader, ItemType, Piece, RowBlock, Size
 from megatron_hetero.models.registry import family_of
 
-# Tokens for boxes and object names, which answers in grounding data contain.
+# Tokens that mark boxes and object names in answers of grounding data.
 _CONTENT_MARKS = re.compile(r"<\|(object_ref|box|quad)_(start|end)\|>")
 
 
 @dataclass(frozen=True, eq=False)
 class Processor:
-    """The tokenizer of a model's folder and the readers of its encoders. Has no open files and can be pickled.
+    """The tokenizer of a model's folder and the item readers of its encoders. It can be pickled: it has no open files.
 
-    `model_type`: from the model's configuration. `readers`: readers by field of records. `shown`: entries of chat
-    messages that stand for items, by field. `last_only`: whether only the last answer of each record is supervised.
+    `model_type`: type in the model's configuration. `readers`: item readers by field of records. `shown`: chat message
+    entries that stand for items, by field. `last_only`: whether only the last answer of each record is supervised.
     """
 
     tokenizer: Any
@@ -64,14 +64,14 @@ class Processor:
         encoders: Mapping[str, ModuleConfig] | None = None,
         hf_path_vision: Path | None = None,
     ) -> Processor:
-        """Load tokenizer and readers. Nothing is downloaded and no code of the folders runs.
+        """Load the tokenizer and item readers. Nothing is downloaded, and no code in the folders is run.
 
         Args:
             hf_path: a model folder in `transformers` format.
             section: settings for items of the encoders in the model folder, see `ItemType.open`; None: the folder's
                 settings.
             encoders: further encoders by name.
-            hf_path_vision: a folder of the family that provides these encoders instead; `hf_path` then provides the
+            hf_path_vision: a model folder that provides the family's encoders instead; `hf_path` then provides the
                 tokenizer only, see `ModelFolders`.
 
         Raises:
@@ -83,7 +83,7 @@ class Processor:
         check_vocabulary(path, tokenizer, config.text_config.vocab_size)
         family = family_of(config.model_type)
         source, setting = (path, "model.hf_path") if hf_path_vision is None else (hf_path_vision, VISION_FOLDER)
-        # An encoder whose placeholder is the token of a further type takes that type's place.
+        # A further encoder whose placeholder is the token of an item type replaces this type.
         claimed = {further.token for further in (encoders or {}).values()}
         readers, source_config = dict[ItemField, ItemReader](), read_config(source, setting)
         for name, types in family.encoders.items():
@@ -104,7 +104,7 @@ class Processor:
             fields = item_fields({}, {name: [types[0].modality]})
             opened = _open_readers(fields, types, further.hf_path, further_config, [number], further, setting)
             readers |= opened
-            # Chat templates do not know this encoder.
+            # Chat templates do not know further encoders, so their items are rendered as text.
             shown |= {field: {"type": "text", "text": f"{start}{further.token}{end}"} for field in opened}
         return cls(tokenizer, config.model_type, readers, shown)
 
@@ -115,7 +115,7 @@ class Processor:
 
     @property
     def advice(self) -> str | None:
-        """A warning about the chat template, or None."""
+        """A warning about the chat template, or None if there is nothing to warn about."""
         if self.last_only or not chat.drops_thoughts(self.tokenizer):
             return None
         return (
@@ -125,7 +125,7 @@ class Processor:
 
     @cached_property
     def row_tokens(self) -> np.ndarray:
-        """Ids of the tokens that stand for rows, int64."""
+        """Ids of the tokens that stand for rows of items, int64."""
         return np.unique([reader.token_id for reader in self.readers.values()]).astype(np.int64)
 
     def tokenize(self, record: Record) -> TokenizedSample:
@@ -175,7 +175,7 @@ class Processor:
         )
 
     def _shown(self, token_id: int, blocks: Sequence[RowBlock]) -> np.ndarray:
-        """The tokens of an item with these blocks."""
+        """Return the tokens of an item with these blocks of rows."""
         tokens = [np.zeros(0, np.int64)]
         for block in blocks:
             tokens += [self._tokens_of(block.before), np.full(block.places.shape[1], token_id)]
@@ -187,10 +187,10 @@ class Processor:
         return np.array(tokens, dtype=np.int64)
 
     def _encode(self, record: Record) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids and supervision, with one token per item."""
+        """Return the token ids of a record, with one token per item, and whether each token is supervised."""
         ids, supervised = [np.zeros(0, np.int64)], [np.zeros(0, bool)]
         for rendered in chat.render(self.tokenizer, record, self.shown, last_only=self.last_only):
-            if rendered.supervised and (inside := self._structure.search(rendered.text[:-1])):  # It ends with one.
+            if rendered.supervised and (inside := self._structure.search(rendered.text[:-1])):  # Skips the final token.
                 raise UserError.at(
                     f"{record.where}: chat template of model.hf_path",
                     found=f"{inside[0]} in what follows the generation prompt",
@@ -209,14 +209,14 @@ class Processor:
             return self.readers[field].size(record.item(k))
 
     def patches(self, record: Record, k: int, pieces: Sequence[Piece]) -> np.ndarray:
-        """Patches of some pieces of item ``k``, see `ItemReader.patches`."""
+        """Return the patches of some pieces of item ``k``, see `ItemReader.patches`."""
         field = record.items[k].field
         with blaming(record.dataset, record.index, record.where, f"{field.modality}_data"):
             return self.readers[field].patches(record.item(k), pieces)
 
     @cached_property
     def _structure(self) -> re.Pattern[str]:
-        """Matches the tokens that structure conversations and items: special tokens of the chat template, of the
+        """Pattern of the tokens that structure conversations and items: special tokens of the chat template, of the
         model's items and of the tokenizer. Other special tokens, which users add, are content.
         """
         tokenizer, family = self.tokenizer, family_of(self.model_type)
@@ -252,17 +252,17 @@ class Processor:
 
 
 class ReaderProcesses(Processes):
-    """Tokenizes records and reads patches like a processor, in worker processes."""
+    """Tokenizes records and reads patches like a `Processor`, in worker processes."""
 
     def __init__(self, processor: Processor, count: int):
         super().__init__(processor, count, "data.worker_type process (--data.worker_type)")
 
     def tokenize(self, record: Record) -> TokenizedSample:
-        """See `Processor.tokenize`."""
+        """Tokenize a record in a worker process, see `Processor.tokenize`."""
         return self.call(record.where, "tokenize", record)
 
     def patches(self, record: Record, k: int, pieces: Sequence[Piece]) -> np.ndarray:
-        """See `Processor.patches`."""
+        """Return patches of item ``k``, read in a worker process, see `Processor.patches`."""
         return self.call(record.where, "patches", record, k, pieces)
 
 
@@ -282,8 +282,8 @@ def _open_readers(
     section: Any,
     setting: str,
 ) -> dict[ItemField, ItemReader]:
-    """Open the readers of an encoder's item types, by field, from the folder that `setting` names, whose configuration
-    is `config`. `tokens`: for each type, the token that stands for a row. Raises `UserError`.
+    """Open the readers of an encoder's item types from its `folder`, which the setting `setting` names. Returns readers
+    by field. `tokens`: for each type, the token that stands for a row. Raises `UserError`.
     """
     check_files(folder, IMAGE_FILES)
     readers = []
@@ -294,26 +294,26 @@ def _open_readers(
 
 
 def _open_text(path: Path, hf_path_vision: Path | None) -> tuple[Any, Any]:
-    """Read configuration and tokenizer of the folders. Raises `UserError`."""
+    """Return the model's configuration and tokenizer, read from the folders. Raises `UserError`."""
     if hf_path_vision is None:
         check_folder(path)
         return read_config(path, "model.hf_path"), load_tokenizer(path)
     check_folder(path, TEXT_FILES)
     check_folder(hf_path_vision, VISION_FILES, VISION_FOLDER)
-    folders = ModelFolders.read(path, hf_path_vision, fresh_projector=True)  # Inputs do not depend on it.
+    folders = ModelFolders.read(path, hf_path_vision, fresh_projector=True)  # The projector does not affect inputs.
     tokenizer = open_tokenizer(folders)
     return with_token_ids(folders, tokenizer), tokenizer
 
 
 def _around(family: Family) -> tuple[str, str]:
-    """The tokens before and after an item."""
+    """Return the tokens before and after an item."""
     tokens = family.items[0].tokens
     return family.tokens[tokens.start], family.tokens[tokens.end]
 
 
 def _token_of(name: str, token: str, tokenizer: Any, taken: Mapping[int, str], config: Any) -> int:
-    """The id of a further encoder's placeholder token. `taken`: ids of used tokens with their uses. `config`: the
-    configuration of the model, whose embedding has rows for all tokens (`check_vocabulary`). Raises `UserError`.
+    """Return the id of a further encoder's placeholder token. `taken`: uses of tokens by token id. `config`: the
+    model's configuration; its embedding has rows for all tokens (`check_vocabulary`). Raises `UserError`.
     """
     number = tokenizer.get_vocab().get(token)
     structure = tokenizer.convert_tokens_to_ids(

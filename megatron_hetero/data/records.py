@@ -41,8 +41,8 @@ class Record:
 
     Attributes:
         dataset: name of the data set in the registry.
-        index: position in its data set, from 0.
-        where: name in messages, such as ``train.jsonl:12`` or ``train.json record 12``.
+        index: position of the record in its data set, from 0.
+        where: name of the record in messages, such as ``train.jsonl:12`` or ``train.json record 12``.
         turns: an optional system turn, then user and assistant alternately.
         items: items in the order of their placeholders, with paths relative to ``folder``.
         folder: image folder; None if no item has a path.
@@ -60,7 +60,7 @@ class Record:
     tools: tuple[dict[str, Any], ...] = ()
 
     def item(self, k: int) -> Item:
-        """Item ``k`` with its content; a file is given by its absolute path with links resolved, and need not exist.
+        """Return item ``k`` with its content. A file has its absolute path with links resolved, and need not exist.
 
         Raises:
             UserError: the path leads out of the folder, for example through a symbolic link.
@@ -158,12 +158,12 @@ class Dataset(Sequence[Record]):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Messages of the first bad records."""
+        """Messages about the first bad records."""
         return self._index.problems
 
     @property
     def unread(self) -> str:
-        """A line about keys of records that were not read; empty without such keys. Raises `UserError`, `OSError`."""
+        """Message that lists record keys that were not read; empty without such keys. Raises `UserError`, `OSError`."""
         columns = self._format.unread(self._index.files[0]) if isinstance(self._format, ParquetFiles) else ()
         counts = {**dict.fromkeys(columns[:MAX_NAMES], len(self)), **self._index.unread}
         names = ", ".join(f"{name} ({number:,})" for name, number in counts.items())
@@ -171,11 +171,11 @@ class Dataset(Sequence[Record]):
 
     @cached_property
     def blocks(self) -> Blocks:
-        """Blocks of records that are best read together."""
+        """Blocks of records that are read most efficiently together."""
         return self._index.blocks()
 
     def read_ahead(self, records: np.ndarray) -> None:
-        """Prepare to read the records of these numbers, int64, soon, if the format supports that."""
+        """Prefetch the records with these numbers, int64, if the format supports that."""
         files = np.searchsorted(self._index.starts, records, side="right") - 1
         for file in np.unique(files).tolist():
             numbers = records[files == file] - self._index.starts[file]
@@ -209,13 +209,13 @@ class Dataset(Sequence[Record]):
             tools=tools,
         )
         known = self._index.headers(file, number)
-        # Headers of files that have changed since are read when needed.
+        # If a file has changed since it was indexed, headers are read when needed.
         if known is None or [stamp for stamp, *_ in known] != [_stamp(record.item(k)) for k in range(len(items))]:
             return record
         return replace(record, headers=tuple((first, second) for _, first, second in known))
 
     def _parsed(self, value: Any, where: str) -> Parsed:
-        """What a record says. Raises `UserError`."""
+        """Return the validated contents of a record. Raises `UserError`."""
         return validate_record(
             self._map.apply(value, where),
             where,
@@ -225,9 +225,9 @@ class Dataset(Sequence[Record]):
         )
 
     def _checked(self, value: Any, where: str) -> tuple[bytes, Sequence[tuple[int, int, int]], Sequence[str]]:
-        """See `megatron_hetero.data.sources.index.Check`."""
+        """Check a record for the index, see `megatron_hetero.data.sources.index.Check`."""
         turns, items, tools, names = self._parsed(value, where)
-        is_tar = isinstance(self._format, TarFiles)  # All its text fields have been read.
+        is_tar = isinstance(self._format, TarFiles)  # All text fields of a tar are read.
         unread = [n for n in names if n not in self._mapped and not (is_tar and n.rpartition(".")[2] in TEXTS)]
         shown = [
             (ref.field.key, label_of(ref.file), [*map(label_of, ref.frames)], ref.given)
@@ -252,10 +252,10 @@ class Dataset(Sequence[Record]):
         except UserError:
             if self._reading.strict:
                 raise
-            return text, (), unread  # The files may exist when they are needed.
+            return text, (), unread  # The files may exist later, when they are needed.
 
     def _digested(self, turn: Turn) -> tuple[object, ...]:
-        """A turn for the digest: its speaker and text if it has nothing else, which keeps digests of older versions."""
+        """Return a turn for the digest: its role and text if it has nothing else, as in digests of older versions."""
         if turn.supervised and not turn.further:
             text, items = turn.text, [entry for entry in turn.entries if not isinstance(entry, str)]
             is_plain = turn.role == "assistant" or text.count("<") == len(items)
@@ -266,7 +266,7 @@ class Dataset(Sequence[Record]):
 
 
 def _open_files(entry: DatasetConfig, setting: str, items: Sequence[str]) -> Opened:
-    """Find the files of the data set of a `setting`. `items`: names of item fields. Raises `UserError`."""
+    """Find the files of a data set. `setting`: its setting. `items`: names of item fields. Raises `UserError`."""
     if entry.annotations is not None:
         return JsonFiles(), (StoredFile(str(entry.annotations)),), {}
     pattern, chosen = entry.files or "", entry.format
@@ -284,7 +284,7 @@ def _open_files(entry: DatasetConfig, setting: str, items: Sequence[str]) -> Ope
 
 
 def _stamp(item: Item) -> int:
-    """A number that changes with the file of an item's header. It must be computed before the header is read."""
+    """Return a number that changes with an item's file. It must be computed before the item's header is read."""
     try:
         version = repr(item.content.version()[1:])
     except OSError:

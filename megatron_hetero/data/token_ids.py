@@ -1,5 +1,5 @@
-"""Ids of the tokens and patches that ranks work on, from which dropout is drawn: equal in every layout and micro-batch,
-different in every step.
+"""Ids of tokens and patches, from which dropout is drawn: the same in every layout and micro-batch, different in every
+step.
 
     text       number of the sample in the stream, place of the token in the sample
     encoder    number of the sample in the stream, of the item in it, and of the piece in that; place of the patch in
@@ -18,20 +18,20 @@ from megatron_hetero.models.layers.dropout import TokenIds, mixed_bits
 
 
 def modules_with_dropout(job: JobSpec) -> tuple[str, ...]:
-    """Return the modules whose adapters have dropout."""
+    """Return the names of the modules whose adapters have dropout."""
     return tuple(name for name, row in job.config.modules.items() if row.lora.enabled and row.lora.dropout)
 
 
 def text_ids(shard: SequenceShard, samples: np.ndarray, places: np.ndarray) -> TokenIds:
     """Return the ids of the tokens of a shard. `samples`: number of each token's sample in the stream, int64 [n];
-    `places`: place of the token in it, int64 [n].
+    `places`: place of each token in its sample, int64 [n].
     """
     return _padded(mixed_bits(samples, places), shard)
 
 
 def patch_ids(shard: SequenceShard, chunk: EncoderShards, rank: int, sources: np.ndarray) -> TokenIds:
-    """Return the ids of the patches of a shard, which `rank` encodes in a chunk of a call. `sources`: of all pieces of
-    the call, see `PackMetadata.sources`.
+    """Return the ids of the patches in the shard that `rank` encodes in a chunk of a call. `sources`: sources of all
+    pieces of the call, see `PackMetadata.sources`.
     """
     at, unit = chunk.layout.coordinate(rank), chunk.shape.unit
     pieces, ids = chunk.assigned[at.dp], [np.zeros(0, np.int64)]
@@ -42,6 +42,6 @@ def patch_ids(shard: SequenceShard, chunk: EncoderShards, rank: int, sources: np
 
 
 def _padded(ids: np.ndarray, shard: SequenceShard) -> TokenIds:
-    """Return ids for each rank that splits the shard, with padding."""
+    """Return ids padded to the shard's length, [ranks, tokens of each rank that splits the shard]."""
     padded = np.pad(ids, (0, shard.padded - len(ids)))
     return TokenIds(torch.from_numpy(padded.reshape(shard.ranks, shard.local)))

@@ -1,4 +1,4 @@
-"""Shards of tokens: which rank of the text module works on which tokens of its replica's pack, and which rank holds or
+"""Shards of tokens: which rank of the text module works on which tokens of its replica's pack, and which rank owns or
 needs which rows in a layout, as pure functions.
 
 A pack is cut three times: zigzag over `cp`, each sample by itself (`megatron_hetero.layout.context`); the tokens of a
@@ -37,25 +37,25 @@ from megatron_hetero.layout.layout import Layout
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """What one rank of a module works on in one call of its layers: tokens of a pack, or patches of an encoder's
-    items. Lengths are in tokens or patches. Equal shards take equal time and memory: indices are not compared.
+    """The shard on which one rank works in one call of a module's layers: tokens of a pack, or patches of an encoder's
+    items. Lengths are in tokens or patches. Equality ignores indices: equal shards cost the same.
 
     Attributes:
         tokens: length n of the shard without padding, which the rank's tp group shares.
         local: length between layers on each of the tp `ranks` that split the shard, with padding. Never 0, since
             Megatron's layers do not accept tensors without elements.
-        ranks: number of those ranks; 1 where activations are not split over tp.
-        sp_lengths: tokens of each sp member of this rank's cp member.
-        cp_lengths: tokens of each cp member.
-        segments: full attention of the cp member.
+        ranks: number of tp ranks that split the shard; 1 if activations are not split over tp.
+        sp_lengths: number of tokens of each sp member of this rank's cp member.
+        cp_lengths: number of tokens of each cp member.
+        segments: segments of full attention of the cp member.
         windows: lengths of the shard's windows of local attention.
-        lengths: tokens of each sample of the whole pack; empty for an encoder.
-        supervised: number of tokens with a loss, where it is known.
-        padding: number of the `local` tokens, the last ones, that are padding on this rank.
-        positions: int64, of a text module [n], positions in the pack, ascending; of an encoder [dims, n], coordinates
-            of patches.
-        rows_at: by encoder, int64 [rows], positions of the rows that reach this rank in its shard of the embedding, in
-            their order of arrival.
+        lengths: number of tokens of each sample of the whole pack; empty for an encoder.
+        supervised: number of tokens with a loss, if it is known.
+        padding: number of this rank's `local` tokens that are padding, at the end.
+        positions: for the text module, positions in the pack, int64 [n], ascending; for an encoder, coordinates of
+            patches, int64 [dims, n].
+        rows_at: by encoder, positions in this rank's shard of the embedding of the rows that reach this rank, int64
+            [rows], in their order of arrival.
     """
 
     tokens: int
@@ -78,7 +78,7 @@ class SequenceShard:
 
     @property
     def member(self) -> int:
-        """Tokens of the cp member, over all its sp ranks."""
+        """Number of tokens of the cp member, over all its sp ranks."""
         return sum(self.sp_lengths)
 
 
@@ -86,8 +86,8 @@ class SequenceShard:
 class TokenShards:
     """The packs of all replicas, cut over the ranks of the text module, in each of its pipeline stages.
 
-    `sharded`: whether activations are sharded over tp. `lengths`: for each pack the tokens of its samples. `places`: by
-    encoder, for each pack the positions of its rows, int64. The rows of an encoder are numbered pack by pack.
+    `sharded`: whether activations are sharded over tp. `lengths`: for each pack, the number of tokens of each sample.
+    `places`: by encoder, the positions of rows in each pack, int64. The rows of an encoder are numbered pack by pack.
     """
 
     layout: Layout
@@ -101,7 +101,7 @@ class TokenShards:
         return Ownership.from_assignment(holding_groups(self.layout, self.sharded, stage), group)
 
     def shard(self, rank: int) -> SequenceShard:
-        """Return what `rank` works on."""
+        """Return the shard of `rank`."""
         at = self.layout.coordinate(rank)
         lengths, runs, tp_rank = self.lengths[at.dp], self._runs(at.dp), at.tp if self.sharded else 0
         tokens = runs[at.cp][at.sp]
@@ -126,7 +126,7 @@ class TokenShards:
         return self.layout.tp if self.sharded else 1
 
     def _group(self, replica: int, cp_rank: int, sp_rank: int) -> int:
-        """Return the number of the first group of ranks that holds tokens of an sp member, see `holding_groups`."""
+        """Return the number of the first group of ranks that has tokens of an sp member, in `holding_groups`."""
         return ((replica * self.layout.cp + cp_rank) * self.layout.sp + sp_rank) * self._tp
 
     def _runs(self, replica: int) -> list[list[np.ndarray]]:
@@ -136,7 +136,7 @@ class TokenShards:
 
     @cached_property
     def _cut_places(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """The group of ranks that needs each row, and its place in their shard of the embedding, by encoder."""
+        """The group of ranks that needs each row and the row's place in its shard of the embedding, by encoder."""
         cuts = [self._cut(replica) for replica in range(len(self.lengths))]
         return {
             encoder: (
@@ -147,7 +147,7 @@ class TokenShards:
         }
 
     def _cut(self, replica: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the group of ranks that embeds each token of a pack, and its place in their shard, int64 [tokens]."""
+        """Return the group of ranks that embeds each token of a pack, and the token's place in its shard, int64."""
         groups, places = np.empty((2, sum(self.lengths[replica])), np.int64)
         for cp_rank, runs in enumerate(self._runs(replica)):
             for sp_rank, tokens in enumerate(runs):
@@ -159,22 +159,22 @@ class TokenShards:
 
 @lru_cache(maxsize=64)
 def holding_groups(layout: Layout, sharded: bool, stage: int = 0) -> Groups:
-    """Return ranks of a stage that hold the same rows: tp groups, or single ranks if activations are sharded."""
+    """Return groups of ranks of a stage with the same rows: tp groups, or single ranks if activations are sharded."""
     return layout.stage(stage).groups(*(() if sharded else ("tp",)))
 
 
 def even_cuts(total: int, runs: int) -> np.ndarray:
-    """Return the bounds of even contiguous runs of `total`, int64 [runs + 1]."""
+    """Return the bounds of `runs` contiguous runs of `total` elements, as even as possible, int64 [runs + 1]."""
     return np.arange(runs + 1) * total // runs
 
 
 def tp_share(tokens: np.ndarray, tp: int) -> np.ndarray:
-    """Return the tokens of each of `tp` ranks that split activations, with padding; at least one."""
+    """Return the number of tokens, with padding, on each of `tp` ranks that split activations; at least 1."""
     return np.maximum(1, -(-tokens // tp))
 
 
 def local_tokens(tokens: int, share: int, tp_rank: int) -> int:
-    """Return how many of the `share` tokens of a tp rank are not padding, if the shard has `tokens`."""
+    """Return how many of a tp rank's `share` tokens are not padding, in a shard of `tokens` tokens."""
     return max(0, min(tokens - share * tp_rank, share))
 
 
@@ -195,12 +195,12 @@ def own_samples(
 
     Args:
         layout: layout of the module.
-        counts: rows of each sample, numbered in this order from 0.
+        counts: number of rows of each sample. Rows are numbered sample by sample, from 0.
         replicas: the data-parallel replica of each sample; default: sample i on replica i mod dp.
-        split: some of `tp`, `sp`, `cp`: axes over which each replica's rows are cut into contiguous runs, as even as
-            possible (`tp`: Megatron's sequence parallelism; `sp`: Ulysses). Ranks along the others hold the same rows.
-        stage: pipeline stage: the last one, which computes rows; 0 for a module that reads them.
-        gradient: gradient of rows on several ranks, see `Ownership`.
+        split: axes among `tp`, `sp`, `cp` over which each replica's rows are cut into contiguous runs, as even as
+            possible (`tp`: Megatron's sequence parallelism; `sp`: Ulysses). Ranks along other axes have the same rows.
+        stage: pipeline stage; default: the last one, which computes rows; 0 for a module that reads rows.
+        gradient: gradient of rows that are on several ranks, see `Ownership`.
 
     Raises:
         UserError: numbers do not fit the layout or each other.
@@ -225,7 +225,7 @@ def own_samples(
 
 
 def _run(layout: Layout, rank: int, rows: Sequence[Sequence[int]], split: Collection[str]) -> Sequence[int]:
-    """Return the run of its replica's rows that `rank` holds."""
+    """Return the rows of `rank`: a contiguous run of its replica's rows."""
     at = layout.coordinate(rank)
     run, runs = 0, 1
     for axis in CUT:
@@ -253,7 +253,7 @@ def own_tokens(
         places: for each replica, the positions of rows among its tokens, [rows]. Rows are numbered in this order,
             replica by replica, from 0.
         sequence_parallel: whether activations are cut over `tp`, as by Megatron's `sequence_parallel`.
-        stage: pipeline stage; -1 is the last, for a module whose tokens leave it as rows.
+        stage: pipeline stage; -1: the last stage, for a module whose tokens leave it as rows.
         gradient: gradient of rows on several ranks, see `Ownership`. It is `invariant` along `tp`.
 
     Raises:
@@ -282,7 +282,7 @@ def tokens_of(layout: Layout, rank: int, lengths: Sequence[int], *, sequence_par
         layout: layout of the module.
         rank: one of its ranks.
         lengths: number of tokens of each of the replica's consecutive samples.
-        sequence_parallel: as for `own_tokens`.
+        sequence_parallel: see `own_tokens`.
     """
     at = layout.coordinate(rank)
     packs = tuple(tuple(lengths) if replica == at.dp else () for replica in range(layout.dp))

@@ -1,7 +1,7 @@
 """Checks, loading and export of the tokenizer and processor files in a model folder in `transformers` format.
 
-`transformers` is imported where it is used: it imports torch, which takes seconds that command-line help and checks of
-the configuration need not wait for.
+`transformers` is imported where it is used: it imports torch, which takes seconds that command-line help and
+configuration checks should not spend.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def check_folder(path: Path, needed: Needed = TEXT_FILES + VISION_FILES, setting
             fix="correct the path; models are not downloaded: fetch one first with `hf download MODEL --local-dir DIR`",
         )
     for name in COMPANIONS:
-        # `transformers` would silently ignore anything that is not a file, and read files of any size.
+        # `transformers` silently ignores anything that is not a file, and reads files of any size.
         if unfit := is_unfit(path / name):
             raise UserError.at(path / name, found=unfit, expected=f"a file of {setting}", fix=_FIX)
     for names in needed:
@@ -75,7 +75,7 @@ def check_files(path: Path, names: Iterable[str] = JSON_FILES) -> None:
 
 @contextmanager
 def as_user_errors(path: Path, what: str, setting: str = "model.hf_path") -> Iterator[None]:
-    """Context manager that raises any exception of `transformers` as a `UserError` about `what` in the folder."""
+    """Convert any exception of `transformers` inside the context to a `UserError` about `what` in the folder."""
     try:
         yield
     except UserError:
@@ -101,7 +101,7 @@ def load_tokenizer(path: Path, template: str | None = None) -> Any:
         legacy = path / "chat_template.json"
         if tokenizer.chat_template is None and legacy.is_file():
             tokenizer.chat_template = json.loads(legacy.read_text("utf-8"))["chat_template"]
-        # Tokenize once, so that broken settings are reported now and not at some record.
+        # Tokenize once, so that broken settings are reported now and not while records are read.
         np.array(tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int64)
     if tokenizer.chat_template is None:
         raise UserError.at(
@@ -132,8 +132,8 @@ def check_vocabulary(path: Path, tokenizer: Any, rows: int) -> None:
 
 
 def open_tokenizer(folders: ModelFolders) -> Any:
-    """Load the tokenizer of the language model's folder. If it has a language model only, the chat template of the
-    vision folder is used, which supports images. Raises `UserError`.
+    """Load the tokenizer of the language model's folder. If the folder has a language model only, use the chat template
+    of the vision folder, which supports images. Raises `UserError`.
     """
     if not folders.text_alone:
         return load_tokenizer(folders.text)
@@ -141,10 +141,10 @@ def open_tokenizer(folders: ModelFolders) -> Any:
 
 
 def with_token_ids(folders: ModelFolders, tokenizer: Any) -> Any:
-    """The model's configuration with the ids of the tokens that mark items.
+    """Return the model's configuration with the ids of the tokens that mark items.
 
     Raises:
-        UserError: the tokenizer of a language model lacks them, or the embedding has no rows for them.
+        UserError: a language model's tokenizer lacks these tokens, or the embedding has no rows for them.
     """
     config = copy.deepcopy(folders.config)
     if not folders.text_alone:
@@ -167,8 +167,8 @@ def with_token_ids(folders: ModelFolders, tokenizer: Any) -> Any:
 
 
 def export_changes(folders: ModelFolders, config: Mapping[str, Any], encoders: Mapping[str, Path]) -> Changes:
-    """Files of an export that differ from those in the model folder (under `text`), and in the folder of each further
-    encoder (under its name). `config`: the run's configuration. `encoders`: folders of further encoders.
+    """Return the files of an export that differ from the files in the model folder (key `text`) and in the folder of
+    each further encoder (key: its name). `config`: the run's configuration. `encoders`: folders of further encoders.
     """
     changes: dict[str, Mapping[str, str | None]] = {TEXT: _model_files(folders, config.get("data") or {})}
     for name, folder in encoders.items():
@@ -178,8 +178,8 @@ def export_changes(folders: ModelFolders, config: Mapping[str, Any], encoders: M
 
 
 def _processor_files(folder: Path, family: Family, section: Mapping[str, Any]) -> dict[str, str | None]:
-    """Processor files with the settings of a run in this section, for all versions of transformers: older ones read
-    other files first.
+    """Return processor files with the settings of a run's `section`, for all versions of transformers: older versions
+    read other files first.
     """
     files: dict[str, Any] = {}
     nested = read_object(folder / NESTED) if (folder / NESTED).is_file() else {}

@@ -1,4 +1,4 @@
-"""The turns of a conversation, as chat templates take them."""
+"""Turns of a conversation in the form that chat templates take."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from megatron_hetero.data.item_fields import ItemField
 
 ChatRole = Literal["system", "user", "assistant", "tool"]
 Content = str | tuple[str | ItemField, ...]
-"""A text, or texts and the fields of items in their order. A placeholder inside a text is not an item."""
+"""A text, or a sequence of texts and item fields. A placeholder inside a text is not an item."""
 
 
 class Turn(NamedTuple):
-    """One speaker's turn.
+    """A turn of one speaker in a conversation.
 
     Attributes:
         role: the speaker.
         content: the text, with items in turns of users and tools only.
         supervised: whether a turn of the assistant is trained on.
-        further: further fields of the chat message in the form for the template: `tool_calls`, `reasoning_content`,
-            `name`, `tool_call_id`.
+        further: further fields of the chat message for the chat template: `tool_calls`, `reasoning_content`, `name`,
+            `tool_call_id`.
     """
 
     role: ChatRole
@@ -30,7 +30,7 @@ class Turn(NamedTuple):
 
     @property
     def entries(self) -> Sequence[str | ItemField]:
-        """Texts and the fields of items, in order."""
+        """Texts and item fields of the content, in order."""
         return (self.content,) if isinstance(self.content, str) else self.content
 
     @property

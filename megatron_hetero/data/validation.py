@@ -1,7 +1,7 @@
 """Validates records when their files are indexed and again when they are read, and reduces them to turns, items and
 tools.
 
-The text of a record has one of these *forms*, the first one that is present:
+The text of a record is in the first of these *forms* that is present:
 
   - `conversations`: turns with `from` and `value`, as in LLaVA;
   - `messages`: turns with `role` and `content`, a text or a list of entries as for chat templates;
@@ -42,26 +42,26 @@ from megatron_hetero.data.keys import FORMS, READ, THOUGHTS, WEIGHTS, unread
 from megatron_hetero.data.turns import ChatRole, Content, Turn
 from megatron_hetero.models.items.types import Modality
 
-# Names of LLaVA and of chat templates; of LLaMA-Factory and ms-swift for tools.
+# Speaker names used by LLaVA and chat templates, and for tools by LLaMA-Factory and ms-swift.
 ROLES: Mapping[str, ChatRole] = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
          "system": "system", "tool": "tool", "observation": "tool", "tool_response": "tool"}  # fmt: skip
 _CALLS = ("function_call", "tool_call")
-"""Names of the assistant in turns whose text is the JSON of `tool_calls`, optionally after a thought."""
+"""Speaker names of assistant turns whose text is the JSON of `tool_calls`, optionally after a thought."""
 _THOUGHT_AND_CALLS = re.compile(r"(?:\s*<think>(.*?)</think>)?(.*)", re.DOTALL)
 _NEXT = {None: ("user",), "user": ("assistant",), "assistant": ("user", "tool"), "tool": ("assistant", "tool")}
-"""Roles that may follow a turn of each role; a call is followed by a tool only."""
+"""Roles that may follow a turn of each role. A tool call must be followed by `tool`."""
 _SHOWING = ("user", "tool")
-"""Roles whose turns may show items."""
+"""Roles whose turns may contain items."""
 _TEXTS = {"conversations": ("value",), "messages": ("content",), "texts": ("user", "assistant"),
           **dict.fromkeys(FORMS[3:], ("question", "answer"))}  # fmt: skip
-"""By form, the keys of the texts of consecutive turns."""
+"""Keys of the texts of consecutive turns, by form."""
 _EXAMPLES = {"conversations": '[{"from": "human", "value": ...}, ...]', "texts": '[{"user": ..., "assistant": ...}]',
              "messages": '[{"role": "user", "content": ...}, ...]'}  # fmt: skip
 
 
 class Parsed(NamedTuple):
-    """Contents of a record. `items`: in the order in which turns show them. `unread`: names of keys that were not read,
-    see `megatron_hetero.data.keys`.
+    """Contents of a validated record. `items`: the items in the order in which turns contain them. `unread`: names of
+    keys that were not read, see `megatron_hetero.data.keys`.
     """
 
     turns: list[Turn]
@@ -73,10 +73,10 @@ class Parsed(NamedTuple):
 def item_fields(
     own: Mapping[str, Sequence[Modality]], further: Mapping[str, Sequence[Modality]] = {}
 ) -> tuple[ItemField, ...]:
-    """The item fields of encoders, given the modalities of each: `own` encoders of the model, and `further` ones.
+    """Return the item fields of encoders. `own`, `further`: modalities of the model's and of added encoders, by name.
 
-    A field of an own encoder has the name of the modality. The first field of a further encoder has the name of the
-    encoder, others `ENCODER_MODALITY`.
+    A field of a model's encoder is named after its modality. The first field of a further encoder is named after the
+    encoder, its other fields are named `ENCODER_MODALITY`.
     """
     fields = []
     for encoder, modalities in {**own, **further}.items():
@@ -98,10 +98,10 @@ def validate_record(
     fields: Sequence[ItemField] = IMAGES,
     video_placeholder: str = "<video>",
 ) -> Parsed:
-    """Check a record, which messages call `where`, and reduce it to the data for training. Raises `UserError`.
+    """Check the record `value` and reduce it to the data for training. Raises `UserError`.
 
-    `folder`: the folder of items that are given by paths. `fields`: item fields of the model. `video_placeholder`:
-    placeholder of a video in records without pictures.
+    `where`: name of the record in messages. `folder`: folder of items that are given by path. `fields`: item fields of
+    the model. `video_placeholder`: placeholder of a video in records without pictures.
     """
     if not isinstance(value, dict):
         raise wrong(where, kind(value), "a JSON object", 'write {"image": ..., "conversations": [...]}')
@@ -155,7 +155,7 @@ def validate_record(
 
 
 def _form_of(value: dict[str, Any], where: str) -> str:
-    """The form of a record's text: the first one with a value, else the first one present. Raises `UserError`."""
+    """Return the form of a record's text: the first with a value, else the first one present. Raises `UserError`."""
     form = next((name for name in FORMS if value.get(name) not in EMPTY), "")
     if not form and not (form := next((name for name in FORMS if value.get(name) is not None), "")):
         found = f"no such field among {quoted(', '.join(value))}" if value else "an empty object"
@@ -165,7 +165,7 @@ def _form_of(value: dict[str, Any], where: str) -> str:
 
 
 def _system(value: dict[str, Any], turns: Sequence[Turn], where: str) -> list[Turn]:
-    """The turn of the record's field `system`, which must be the only system turn; empty without the field."""
+    """Return a list with the turn of the field `system`, or [] without it. No other system turn may exist."""
     if (system := value.get("system")) in EMPTY:
         return []
     if not isinstance(system, str) or turns[0].role == "system":
@@ -175,7 +175,7 @@ def _system(value: dict[str, Any], turns: Sequence[Turn], where: str) -> list[Tu
 
 
 def _tools(value: dict[str, Any], where: str) -> tuple[dict[str, Any], ...]:
-    """The tools of a record, without keys whose values are null."""
+    """Return the tools of a record, without keys whose values are null."""
     if (given := value.get("tools")) in EMPTY:
         return ()
     tools = _objects(given, place := f"{where}: field 'tools'")
@@ -184,7 +184,7 @@ def _tools(value: dict[str, Any], where: str) -> tuple[dict[str, Any], ...]:
 
 @lru_cache
 def _known(fields: tuple[ItemField, ...]) -> tuple[frozenset[str], bool]:
-    """Keys of records that are read, and whether the model takes videos."""
+    """Return the record keys that are read, and whether the model takes videos."""
     known = frozenset([*READ["record"], *(field.name for field in fields)])
     return known, any(field.modality == "video" for field in fields)
 
@@ -195,7 +195,7 @@ def _no_videos(place: str) -> UserError:
 
 
 def split_at_placeholders(text: str, fields: Sequence[ItemField]) -> Content:
-    """Split a text into texts and the item fields whose placeholders it has."""
+    """Split a text at item placeholders, replacing each by its field. Returns a text without placeholders unchanged."""
     pattern, by_placeholder = _placeholders(tuple(fields))
     pieces = pattern.split(text)
     return text if len(pieces) == 1 else tuple([by_placeholder.get(piece, piece) for piece in pieces if piece])
@@ -208,7 +208,7 @@ def _placeholders(fields: tuple[ItemField, ...]) -> tuple[re.Pattern[str], dict[
 
 
 def _merged(entries: Iterable[str | ItemField]) -> Content:
-    """The content of a turn, with consecutive texts joined."""
+    """Return the content of a turn with consecutive texts joined."""
     runs = groupby(entries, lambda entry: isinstance(entry, str))
     merged = [each for is_text, run in runs for each in (["".join(map(str, run))] if is_text else run) if each]
     return tuple(merged) if any(not isinstance(each, str) for each in merged) else "".join(map(str, merged))
@@ -220,7 +220,7 @@ def _merged(entries: Iterable[str | ItemField]) -> Content:
 def _entry(
     entry: Any, listed: Mapping[ItemField, Sequence[ItemRef]], place: str, folder: Path | None, ignored: list[str]
 ) -> str | ItemRef:
-    """An entry in the content of a message: a text, or an item, which has no file if the record's field names it."""
+    """Return an entry of a message as a text or an item. An item named by the record's field has no file here."""
     if isinstance(entry, str):
         return entry
     given, fields = entry if isinstance(entry, dict) else {}, {field.name: field for field in listed}
@@ -249,7 +249,7 @@ def _entry(
 
 
 def _before(turns: list[Turn], listed: Mapping[ItemField, Sequence[ItemRef]], shown: list[ItemRef]) -> list[ItemRef]:
-    """Insert the items of fields that no turn shows before the first human text. Returns all items that turns show."""
+    """Insert items of fields that no turn mentions before the first human text. Returns the items of all turns."""
     named = {ref.field for ref in shown}
     if not (more := [field for field, refs in listed.items() if field not in named for _ in refs]):
         return shown
@@ -265,10 +265,10 @@ def _placed(
     form: str,
     where: str,
 ) -> list[ItemRef]:
-    """The items that turns show, with files from the record's fields in order, and with their settings."""
+    """Return the items of all turns in order, with files from the record's fields and with their settings."""
     refs_in_order = [ref for refs in listed.values() for ref in refs]
     if shown == [ItemRef(ref.field, "") for ref in refs_in_order] and SETTINGS.keys().isdisjoint(value):
-        return refs_in_order  # Nearly all records.
+        return refs_in_order  # This is the usual case.
     fields = [ref.field for ref in shown]
     without = [ref.field for ref in shown if ref.file == ""]
     for field, refs in listed.items():
@@ -292,8 +292,8 @@ def _placed(
 
 
 def _turns(value: dict[str, Any], form: str, where: str, ignored: list[str]) -> tuple[list[Turn], Sequence[int]]:
-    """The turns of a record, whose content may still be a list of entries, and their numbers in the record. The calls
-    of a turn without text are added to the assistant's turn before it.
+    """Return the turns of a record, with lists of entries not yet parsed, and their numbers in the record. Tool calls
+    without text are added to the assistant turn before them.
     """
     keys, listed = _TEXTS[form], value[form]
     if form in FORMS[3:]:
@@ -335,7 +335,7 @@ def _turns(value: dict[str, Any], form: str, where: str, ignored: list[str]) -> 
 
 
 def _turn(turn: Any, keys: tuple[str, ...], k: int, place: str, ignored: list[str]) -> Turn:
-    """Check a turn whose text has key `k` of `keys`."""
+    """Check a turn, whose text has the key `keys[k]`, and return it as a `Turn`. Raises `UserError`."""
     role_key, text_key = "from" if keys == ("value",) else "role", keys[k]
     if not isinstance(turn, dict):
         raise wrong(place, kind(turn), f"an object with '{role_key}' and '{text_key}'")
@@ -370,7 +370,7 @@ def _turn(turn: Any, keys: tuple[str, ...], k: int, place: str, ignored: list[st
 
 
 def _further(turn: dict[str, Any], role: ChatRole, place: str, ignored: list[str]) -> dict[str, Any]:
-    """Fields of a chat message besides its content: thought, calls, name and call id."""
+    """Return the fields of a chat message other than its content: thought, tool calls, name and call id."""
     further: dict[str, Any] = {}
     speakers = {**dict.fromkeys((*THOUGHTS, "tool_calls"), "assistant"), "name": role, "tool_call_id": "tool"}
     for name, speaker in speakers.items():
@@ -389,7 +389,7 @@ def _further(turn: dict[str, Any], role: ChatRole, place: str, ignored: list[str
 
 
 def _call(call: dict[str, Any], place: str, ignored: list[str]) -> dict[str, Any]:
-    """A tool call in the form for chat templates, with its arguments as an object."""
+    """Return a tool call in the form that chat templates take, with its arguments as an object."""
     function = _function(call, place)
     for each in (call,) if function is call else (call, function):
         ignored += unread(each, "call", READ["call"], place)
@@ -402,7 +402,7 @@ def _call(call: dict[str, Any], place: str, ignored: list[str]) -> dict[str, Any
 
 
 def _function(given: dict[str, Any], place: str) -> dict[str, Any]:
-    """The object with the name of a tool or call: its `function`, or itself."""
+    """Return the object that names a tool or call: its field `function` if present, else the object itself."""
     function = given if given.get("function") is None else given["function"]
     if not isinstance(function, dict) or not isinstance(name := function.get("name"), str) or not name:
         raise wrong(place, "no name of a function", 'objects such as {"function": {"name": ..., ...}}')
@@ -410,7 +410,7 @@ def _function(given: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _objects(given: Any, place: str) -> list[dict[str, Any]]:
-    """Decode a JSON object or a list of them, or their JSON text. Raises `UserError`."""
+    """Return a list of JSON objects, given the list, one object, or either as JSON text. Raises `UserError`."""
     try:
         given = msgspec.json.decode(given) if isinstance(given, str) else given
         return msgspec.convert(given if isinstance(given, list) else [given], list[dict[str, Any]])
@@ -420,7 +420,7 @@ def _objects(given: Any, place: str) -> list[dict[str, Any]]:
 
 
 def _check_answers(turns: Sequence[Turn], place: Callable[[int], str], whole: str) -> None:
-    """Check that no answer is empty, and that at least one is trained on. Raises `UserError`."""
+    """Check that no answer is empty and that at least one answer is trained on. Raises `UserError`."""
     is_trained = False
     for k, turn in enumerate(turns):
         if turn.role == "assistant":
@@ -434,8 +434,8 @@ def _check_answers(turns: Sequence[Turn], place: Callable[[int], str], whole: st
 
 
 def _check_order(turns: Sequence[Turn], place: Callable[[int], str]) -> None:
-    """Check the order of turns: an optional system turn, then user and assistant alternately, the assistant last. Tools
-    answer calls of the assistant, which then continues. Raises `UserError`.
+    """Check the order of turns: an optional system turn, then user and assistant alternately, the assistant last. Tool
+    calls are answered by tools, after which the assistant continues. Raises `UserError`.
     """
     before, is_call = None, False
     for k, turn in enumerate(turns):
@@ -453,6 +453,6 @@ def _check_order(turns: Sequence[Turn], place: Callable[[int], str]) -> None:
 
 
 def _place(where: str, form: str, k: int) -> str:
-    """Name of turn `k` of a form in error messages."""
+    """Return the name of turn `k` of a form for error messages."""
     name = f"{form}[{k}]" if form in FORMS[:2] else f"texts[{k // 2}]" if form == "texts" else FORMS[3:][k]
     return f"{where}: field '{name}'"

@@ -1,1 +1,1 @@
-"""Memory, traffic and time of a step, computed from a configuration alone: `--plan`."""
+"""Estimates of the memory, traffic and time of a step, computed from only a configuration: `--plan`."""

@@ -1,15 +1,15 @@
-"""The memory that torch code allocates, measured on PyTorch's device `meta`: tensors have shapes and lifetimes, but no
-memory.
+"""Measures the memory that torch code allocates, on PyTorch's device `meta`: tensors have shapes and lifetimes, but no
+storage.
 
-Autograd's hooks report saved tensors, and a dispatch mode every allocation and its end. Kernels that do not run on
-`meta`, or would take long there, have stand-ins of the same memory:
+Autograd's hooks report saved tensors, and a dispatch mode reports every allocation and its end. Kernels that do not run
+on `meta`, or run slowly there, have substitutes that use the same memory:
 
   * FlashAttention's backward pass allocates a workspace (`flash_workspace`);
-  * a compiled function allocates its results and saved tensors alone (`Memory.run_compiled`);
-  * the gated delta rule runs block after block and saves the state between two of them. Of blocks in a row with the
-    same sizes one is run, and the states before the others are allocated only (`measured_rule`). On a GPU it has the
-    memory of the PyTorch rule or of flash-linear-attention, whichever is larger, as the planning host need not have
-    that package.
+  * a compiled function allocates only its results and saved tensors (`Memory.run_compiled`);
+  * the gated delta rule runs block by block and saves the state between blocks. Of successive blocks with equal sizes
+    only the first is run; for the others only the states are allocated (`measured_rule`). On a GPU the memory is that
+    of PyTorch's rule or of flash-linear-attention, whichever is larger, because the planning host may not have this
+    package.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from megatron_hetero.models.layers.sequences import Sequences
 META = torch.device("meta")
 FP32 = 4
 FLA_CHUNK = 64
-"""Tokens of a chunk of flash-linear-attention."""
+"""Number of tokens in a chunk of flash-linear-attention."""
 
 
 @dataclass(frozen=True)
 class SubmoduleBytes:
     """Device memory of a submodule, such as a layer.
 
-    `saved`: tensors that live from its forward to its backward pass; `stays`: those of them that are not offloaded,
-    because they are too small or not autograd's. `passed`: its hidden output. `forward`: the peak of its forward pass
-    above `saved`; `backward`: of its backward pass above `saved` and `again`, which is what the backward pass
-    recomputes. `memo`: what a recomputation takes from the forward pass, see `LayerCall`.
+    `saved`: tensors that live from the forward to the backward pass; `stays`: saved tensors that are not offloaded,
+    because they are too small or not saved by autograd. `passed`: the hidden output. `forward`: the peak of the forward
+    pass above `saved`; `again`: tensors that the backward pass recomputes; `backward`: the peak of the backward pass
+    above `saved` and `again`. `memo`: tensors of the forward pass that a recomputation uses.
     """
 
     saved: int
@@ -60,7 +60,7 @@ class SubmoduleBytes:
 
 
 class Memory(TorchDispatchMode):
-    """Tracks the storages that tensors on `meta` allocate. `gpu`: whether they stand for tensors on a GPU."""
+    """A dispatch mode that tracks the storages of tensors on `meta`. `gpu`: whether they represent GPU tensors."""
 
     def __init__(self, gpu: bool) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Memory(TorchDispatchMode):
         self._packed: list[Tensor] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and record what it allocates."""
+        """Run an operation and record the storages that it allocates."""
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.native_layer_norm.default and not self.gpu:
             # A CPU saves mean and scale in the dtype of the input.
@@ -84,7 +84,7 @@ class Memory(TorchDispatchMode):
         return out
 
     def run_compiled(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        """Run `function(*inputs)` as compiled code, which allocates results and saved tensors only."""
+        """Return `function(*inputs)`, and record the memory of compiled code: only results and saved tensors."""
         tensors = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             function = _with_compiled_backward(function, self.run_compiled)
@@ -96,8 +96,8 @@ class Memory(TorchDispatchMode):
         return out
 
     def measure(self, run: Callable[[Tensor], Sequence[Tensor]], given: Tensor, memo: dict[str, Any]) -> SubmoduleBytes:
-        """Run a submodule forward and backward. The first output of `run` is the input of the next one. `memo`: gets
-        what `run` stores for a recomputation, see `LayerCall`.
+        """Run a submodule forward and backward, and return its memory. The first output of `run` is the input of the
+        next submodule. `memo`: the mapping in which `run` stores tensors for a recomputation; it is cleared.
         """
         with self, saved_tensors_hooks(self._pack, lambda saved: saved):
             outs = run(given)
@@ -106,7 +106,7 @@ class Memory(TorchDispatchMode):
             memo.clear()
             saved = [self._sizes[address] for address in saved_addresses if address in self._sizes]
             passed = outs[0].nbytes if outs[0].dim() == 3 else 0
-            # What our own functions save without autograd, and caches, which outlive the backward pass.
+            # Tensors that functions save without autograd, and caches, which outlive the backward pass.
             others = self._sizes.keys() - saved_addresses - out_addresses
             unseen = [(self._ends[address], self._sizes[address]) for address in others]
             base = sum(saved) + self._bytes_at(out_addresses - saved_addresses) - passed
@@ -116,7 +116,7 @@ class Memory(TorchDispatchMode):
             if end is not None:
                 end.backward()
             backward = self.peak - base
-            # What outlives the backward pass is a cache shared by all layers and calls.
+            # Tensors that outlive the backward pass are caches shared by all layers and calls.
             del end
             given.grad = None
             stays = sum(size for storage, size in unseen if storage() is None)
@@ -135,13 +135,13 @@ class Memory(TorchDispatchMode):
 
     def _pack(self, tensor: Tensor) -> Tensor:
         saved = tensor.detach()
-        self._saved[saved] = None  # until autograd frees it
+        self._saved[saved] = None  # The weak key disappears when autograd frees the tensor.
         if self._packed is not None:
             self._packed.append(saved)
         return saved
 
     def _record(self, out: Any, *given: Any) -> None:
-        """Record the storages of outputs that are not views of inputs."""
+        """Record the storages of output tensors that are not views of inputs."""
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             is_new = isinstance(tensor, Tensor) and tensor.is_meta and address_of(tensor) not in self._sizes
             if is_new and address_of(tensor) not in _addresses_in(given):
@@ -159,7 +159,7 @@ class Memory(TorchDispatchMode):
 
 
 def address_of(tensor: Tensor) -> int:
-    """Return the identity of a tensor's storage."""
+    """Return a number that identifies the storage of a tensor."""
     return tensor.untyped_storage()._cdata
 
 
@@ -168,7 +168,7 @@ def _addresses_in(tree: Any) -> set[int]:
 
 
 class _GradientsOnDemand(torch.autograd.Function):
-    """Starts the backward pass of all outputs, and allocates the gradient of each when it is needed."""
+    """A scalar function of all outputs whose backward pass allocates the gradient of each output."""
 
     @staticmethod
     def forward(ctx: Any, *outs: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ class _GradientsOnDemand(torch.autograd.Function):
 
 
 def _with_compiled_backward(function: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` with the backward pass and saved tensors of a compiler; `run` executes that pass."""
+    """Return `function` with the saved tensors and backward pass of compiled code. `run` runs this backward pass."""
     from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
@@ -200,7 +200,7 @@ def _with_compiled_backward(function: Callable[..., Any], run: Callable[..., Any
             partition_fn=min_cut_rematerialization_partition,
             decompositions=select_decomp_table(),
         )
-        with warnings.catch_warnings(action="ignore"):  # It reads gradients of non-leaf tensors.
+        with warnings.catch_warnings(action="ignore"):  # Tracing warns when it reads gradients of non-leaf tensors.
             out = traced(*(x for x in inputs if not callable(x)))
         return tuple(out) if isinstance(out, list) else out
 
@@ -209,16 +209,16 @@ def _with_compiled_backward(function: Callable[..., Any], run: Callable[..., Any
 
 def flash_workspace(queries: int, keys: int, segments: int, heads: int, kv_heads: int, head_dim: int) -> int:
     """Return the bytes that FlashAttention-2's backward pass allocates: fp32 sums of query gradients with head dims
-    rounded up to 32, one number per query and head, room for 128 more queries per segment, and per-head gradients of
-    half-precision keys and values where heads share them (`mha_varlen_bwd` in flash_api.cpp).
+    rounded up to 32, one number per query and head, padding of 128 queries per segment, and, if heads share keys and
+    values, their half-precision gradients per head (`mha_varlen_bwd` in flash_api.cpp).
     """
     sums = FP32 * (queries + 128 * segments) * heads * (-(-head_dim // 32) * 32 + 1)
     return sums + 2 * 2 * keys * heads * head_dim * (heads != kv_heads)
 
 
 def measured_rule(device: str) -> Callable[..., Tensor]:
-    """Return a function with the memory of `delta_rule` on a type of device, "cuda" or "cpu", for tensors on `meta`.
-    Its time does not grow with the length of sequences.
+    """Return a substitute of `delta_rule` for tensors on `meta` that allocates the memory of the rule on `device`,
+    "cuda" or "cpu". Its run time does not grow with the lengths of sequences.
     """
     places = BLOCK[device == "cpu"]
 
@@ -238,8 +238,8 @@ def measured_rule(device: str) -> Callable[..., Tensor]:
 
 @lru_cache(maxsize=64)
 def abridged(lengths: tuple[int, ...], places: int) -> tuple[Chunks, tuple[int, ...]]:
-    """Return the blocks of at most `places` tokens of sequences of these lengths, without blocks of the same sizes as
-    the one before them; and the number of sequences of each omitted block that begins with a saved state.
+    """Return the blocks of at most `places` tokens of sequences of these lengths, without blocks that have the sizes of
+    the preceding block; and the number of sequences of each omitted block that begins with a saved state.
     """
     length, blocks, others = chunk_length(lengths), list[TokenBlock](), list[int]()
     for steps, starts, follows, tokens in blocks_of(lengths, length, places // length):
@@ -253,12 +253,12 @@ def abridged(lengths: tuple[int, ...], places: int) -> tuple[Chunks, tuple[int, 
 
 
 def fla_workspace(keys: tuple[int, ...], values: tuple[int, ...]) -> int:
-    """Return the bytes that the backward pass of fla-core's `chunk_gated_delta_rule` allocates besides its inputs, of
-    shapes [tokens, heads, width].
+    """Return the bytes that the backward pass of fla-core's `chunk_gated_delta_rule` allocates besides its inputs.
+    `keys`, `values`: the shapes [tokens, heads, width].
 
-    In half precision, per token and value head: shares of two states of a chunk, a row of its inverse, scales, and six
-    and four tensors as wide as keys and as values; per key head four more. Its functions hold them to their end
-    (`chunk_gated_delta_rule_bwd` in fla/ops/gated_delta_rule/chunk.py).
+    In half precision, per token and value head: a share of two states of a chunk, a row of its inverse, scales, six
+    tensors as wide as keys, and four as wide as values; per key head, four more tensors as wide as keys. All of them
+    are live until the pass ends (`chunk_gated_delta_rule_bwd` in fla/ops/gated_delta_rule/chunk.py).
     """
     (tokens, key_heads, key), (_, heads, value) = keys, values
     per_head = 2 * key * value // FLA_CHUNK + FLA_CHUNK + 11 + 6 * key + 4 * value
@@ -266,7 +266,7 @@ def fla_workspace(keys: tuple[int, ...], values: tuple[int, ...]) -> int:
 
 
 class _Saving(torch.autograd.Function):
-    """Returns `out`, saves `states` for its backward pass, and allocates `work` bytes in that pass."""
+    """An identity function of `out` that saves `states` for the backward pass, and allocates `work` bytes in it."""
 
     @staticmethod
     def forward(ctx: Any, work: int, out: Tensor, *states: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""The time of work, in operations of one rank: the one cost model of `--plan`. Pure.
+"""Computes the time of work, in operations of one rank: the cost model of `--plan`. Pure.
 
-A forward pass takes the operations of its matrix products and attention. A backward pass takes those of the gradients
-of inputs and of weights, where they are computed, and of the forward pass of fully recomputed layers and of encoders
-that take several calls for a micro-batch. Selective recomputation repeats no matrix product and costs nothing; chunked
-MLPs recompute their first product. Experts take what they do on the rank whose experts get the most tokens. Where
-activations are copied to the host, work takes at least the operations that fit in the time of the copies beside it.
+A forward pass takes the operations of its matrix products and attention. A backward pass takes the operations of the
+gradients of inputs and of weights that are computed, and repeats the forward pass of fully recomputed layers and of
+encoders that take several calls for a micro-batch. Selective recomputation repeats no matrix product and costs nothing;
+chunked MLPs recompute their first product. Experts take the time of the rank whose experts get the most tokens. Where
+activations are copied to the host, work takes at least the time of the concurrent copies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_hetero.models.layers.parts import FORWARD, MLPPart, Tokens
 from megatron_hetero.schedule.simulator import DurationKey
 
 COPIED = 8000
-"""Operations per byte copied to or from the host: some 400 TFLOP/s and 50 GB/s on H100, half of both on A100."""
+"""Operations in the time of copying a byte to or from the host (H100: 400 TFLOP/s, 50 GB/s; A100: half of both)."""
 
 
 def module_durations(
@@ -31,8 +31,8 @@ def module_durations(
 ) -> dict[DurationKey, float]:
     """Return the operations of one rank in a micro-batch by module, kind of work and stage.
 
-    `host_bytes`: bytes copied to the host, and back, by stage. `several_calls`: whether the module takes several calls
-    for a micro-batch.
+    `host_bytes`: the bytes that each stage copies to the host, and back. `several_calls`: whether the module takes
+    several calls for a micro-batch.
     """
     job, name, layout = assumed.job, module.name, module.layout
     architecture, recompute = module.shape.architecture, module.recompute
@@ -57,15 +57,15 @@ def module_durations(
         copies = COPIED * host_bytes[number]
         is_last = number == len(module.stages) - 1
         durations[name, "F", number] = max(forward, copies if forward_saves else 0)
-        # The last stage of several calls runs again in the backward pass alone.
+        # With several calls, the last stage runs forward again only within its backward pass, not as R.
         durations[name, "R", number] = 0.0 if several_calls and is_last else max(forward, copies)
         durations[name, "B", number] = max(step - forward + again, copies)
     return durations
 
 
 def _replica_tokens(assumed: AssumedBatch, module: str) -> tuple[Tokens, float]:
-    """Return the tokens of a replica's micro-batch: those of the text module, and 1; or those of one image, and how
-    many images the replica with the most has in a micro-batch, averaged over the calls of a step.
+    """Return tokens and a multiplier that together give the work of a replica in a micro-batch: for the text module all
+    its tokens and 1; for an encoder the tokens of one image, and the images on the fullest replica, a mean over calls.
     """
     if module == TEXT:
         return Tokens(assumed.lengths, supervised=assumed.sample.supervised * len(assumed.lengths)), 1
@@ -76,15 +76,15 @@ def _replica_tokens(assumed: AssumedBatch, module: str) -> tuple[Tokens, float]:
 
 
 def _mlp_tokens(mlp: MLPPart, tokens: float, layout: Layout) -> float:
-    """Return the tokens that pass through an MLP on a rank with `tokens`, which tp ranks share. Of an MLP with experts,
-    these are the tokens that the rank routes.
+    """Return the number of tokens that pass through an MLP on a rank: all `tokens`, or for an MLP with experts the
+    share of the tokens that the rank routes.
     """
     return tokens / layout.ways("weights") if isinstance(mlp, ExpertMLP) else tokens
 
 
 def _operations_above_mean(layers: Iterable[Layer], layout: Layout, imbalance: float) -> float:
-    """Return the operations per token of a forward pass above the mean on the rank whose experts get `imbalance` times
-    the mean of tokens. On average each rank computes as much as its local tokens need, wherever experts are.
+    """Return the operations per token by which the forward pass of the rank with most expert tokens, `imbalance` times
+    the mean, exceeds the mean over ranks; 0 if experts are not divided over ranks.
     """
     if ranks_of_experts(layout) == 1:
         return 0.0

@@ -1,5 +1,5 @@
-"""The estimate of `--plan`: memory, traffic and time of each rank under a configuration. Pure but for reading the
-model's `config.json`.
+"""Estimates the memory, traffic and time of each rank for `--plan`. Pure, except that it reads the model's
+`config.json`.
 
     memory     weights, gradients, optimizer      `parameters`
                activations, workspace             `measured` (one layer), `lifetimes` (one stage, one rank)
@@ -8,7 +8,7 @@ model's `config.json`.
     traffic    boundaries, experts                `traffic`, `experts`
     time       operations of work                 `durations`, in the simulation of the schedule
 
-`shards` has the batch that all of them assume, and what each rank works on.
+`shards` has the batch that all of these modules assume, and the work of each rank.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from megatron_hetero.schedule.simulator import DurationKey, Simulation, simulate
 KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "boundary", "workspace")
 """Kinds of memory, in the order of the columns of `Estimate.memory`."""
 _Call = tuple[str, int]
-"""A module and the number of micro-batches in a call of it."""
+"""The name of a module, and the number of micro-batches in one of its calls."""
 PLANNED_TURNS = 1 << 13
-"""Limit on the turns of all stages that are simulated, some seconds' work; larger batches are refused."""
+"""Maximum number of stages times micro-batches in a step; larger steps are refused, as simulations would be slow."""
 
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """Memory, traffic and time of a job on `world_size` ranks. `gpu`: whether the ranks are GPUs; on a CPU, layers
+    """The memory, traffic and time of a job on `world_size` ranks. `gpu`: whether the ranks are GPUs; on a CPU, layers
     save more.
     """
 
@@ -57,7 +57,7 @@ class Estimate:
 
     @classmethod
     def of(cls, config: Config, world_size: int, *, gpu: bool = True) -> Estimate:
-        """Estimate a configuration. Raises `UserError` where it does not fit the model or the world."""
+        """Return the estimate of a configuration. Raises `UserError` if it does not fit the model or the world."""
         job = JobSpec.of(config, world_size)
         job.require_turns(PLANNED_TURNS)
         return cls(job, AssumedBatch.of(job), world_size, gpu)
@@ -66,29 +66,29 @@ class Estimate:
 
     @cached_property
     def shards(self) -> dict[str, ModuleShards]:
-        """Shards by module, of the largest call."""
+        """The work of the ranks of each module in its largest call."""
         return {name: self._calls[name, self.assumed.sizes_of_calls(name)[0]] for name in self.job.layouts}
 
     @cached_property
     def _calls(self) -> dict[_Call, ModuleShards]:
-        """Shards of each module in calls of each size that occurs."""
+        """The work of the ranks of each module, for each size of its calls."""
         calls = [(name, n) for name in self.job.shapes.encoders for n in self.assumed.sizes_of_calls(name)]
         return {(TEXT, 1): text_shards(self.assumed), **{call: encoder_shards(self.assumed, *call) for call in calls}}
 
     @cached_property
     def boundaries(self) -> tuple[BoundaryTraffic, ...]:
-        """Traffic along each edge."""
+        """The traffic in a step along each edge whose encoder has work."""
         return tuple(BoundaryTraffic.of(self.assumed, edge) for edge in self.job.edges if self.shards[edge.source].used)
 
     @cached_property
     def experts(self) -> tuple[ExpertTraffic, ...]:
-        """Traffic of experts of the text module, by pipeline coordinate, where there is any."""
+        """The traffic of the text module's experts, for each pipeline coordinate that has such traffic."""
         traffic = (expert_traffic(self.assumed, coordinate) for coordinate in range(self.job.layouts[TEXT].pp))
         return tuple(each for each in traffic if each is not None)
 
     @cached_property
     def communicators(self) -> tuple[CommunicatorKind, ...]:
-        """The communicators that a run creates after the world's, in order."""
+        """The communicators that a run creates after the world communicator, in the order of their creation."""
         job = self.job
         return communicators(job.layouts, edges=job.edges, needs=job.needs)
 
@@ -96,7 +96,7 @@ class Estimate:
 
     @cached_property
     def work(self) -> dict[DurationKey, float]:
-        """Operations of a rank in a micro-batch by module, kind and stage, see `durations`."""
+        """The operations of a rank in a micro-batch, by module, kind and stage."""
         durations = dict[DurationKey, float]()
         for name, module in self.job.modules.items():
             several_calls = any(len(work) > 1 for work in self.shards[name].shards)
@@ -105,7 +105,7 @@ class Estimate:
         return durations
 
     def _host_bytes(self, name: str, stage: int) -> int:
-        """Return the bytes of a micro-batch that a rank copies to the host, and back, for a stage."""
+        """Return the bytes that a rank copies to the host, and back, for one micro-batch of a stage."""
         if not self.job.modules[name].settings.offload.activations:
             return 0
         in_call = max((self._stage(name, stage, work).host for work in self.shards[name].shards), default=0)
@@ -113,14 +113,14 @@ class Estimate:
 
     @cached_property
     def simulation(self) -> Simulation:
-        """The schedule, timed in operations."""
+        """The simulated schedule, whose times are in operations instead of seconds."""
         return simulate(self.job.schedule, self.work)
 
     # ------------------------------------------------------------------------------------------------- memory
 
     @cached_property
     def parameters(self) -> dict[tuple[str, int], ParameterBytes]:
-        """Memory of the parameters of a rank, by module and pipeline coordinate."""
+        """The memory of a rank's parameters, by module and pipeline coordinate."""
         return {
             (name, coordinate): module_bytes(self.job, module, coordinate, self.assumed.calls[name])
             for name, module in self.job.modules.items()
@@ -129,7 +129,7 @@ class Estimate:
 
     @cached_property
     def memory(self) -> np.ndarray:
-        """Bytes of device memory, int64 [ranks, kinds], see `KINDS`."""
+        """Device memory of each rank in bytes, without allowance: int64 [ranks, kinds], with the columns `KINDS`."""
         weights, gradients, optimizer, stays, running, updates = np.zeros((6, self.world_size), np.int64)
         for (name, coordinate), sizes in self.parameters.items():
             ranks = self._stage_ranks(name, coordinate)
@@ -137,30 +137,30 @@ class Estimate:
             gradients[ranks] += sizes.gradients
             optimizer[ranks] += sizes.optimizer
             stays[ranks] += sizes.stays
-            # Modules run, and are updated, one at a time.
+            # Modules run one at a time, and are updated one at a time.
             running[ranks] = np.maximum(running[ranks], sizes.running)
             updates[ranks] = np.maximum(updates[ranks], sizes.update)
         activations, workspace, _ = self._activations.T
         workspace = workspace + stays + running
-        if self.gpu:  # Updates run when there are no activations.
+        if self.gpu:  # Updates run when no activations are live, and can use their memory.
             workspace = np.maximum(workspace, updates - activations)
         return np.stack([weights, gradients, optimizer, activations, self._staging(), workspace], axis=1)
 
     @cached_property
     def allowance(self) -> np.ndarray:
-        """Bytes besides tensors, int64 [ranks, allowances], see `ALLOWANCES`; zero on a CPU."""
+        """Device memory besides tensors in bytes: int64 [ranks, allowances], columns `ALLOWANCES`; zero on a CPU."""
         if not self.gpu:
             return np.zeros((self.world_size, len(ALLOWANCES)), np.int64)
         return allowance_bytes(self.communicators, self.memory.sum(axis=1))
 
     @cached_property
     def totals(self) -> np.ndarray:
-        """Device memory of each rank, allowance included, int64 [ranks]."""
+        """Device memory of each rank in bytes, allowance included: int64 [ranks]."""
         return self.memory.sum(axis=1) + self.allowance.sum(axis=1)
 
     @cached_property
     def host_states(self) -> np.ndarray:
-        """Bytes of optimizer states in host memory, int64 [ranks]."""
+        """Optimizer states of each rank in host memory, in bytes: int64 [ranks]."""
         states = np.zeros(self.world_size, np.int64)
         for (name, coordinate), sizes in self.parameters.items():
             states[self._stage_ranks(name, coordinate)] += sizes.host
@@ -168,19 +168,19 @@ class Estimate:
 
     @property
     def host_activations(self) -> np.ndarray:
-        """Bytes of activations in host memory, int64 [ranks]."""
+        """Peak of each rank's activations in host memory, in bytes: int64 [ranks]."""
         return self._activations[:, 2]
 
     @property
     def host_memory(self) -> np.ndarray:
-        """Bytes in host memory, int64 [ranks]."""
+        """Optimizer states and activations of each rank in host memory, in bytes: int64 [ranks]."""
         return self.host_states + self.host_activations
 
     def _stage_ranks(self, name: str, coordinate: int) -> np.ndarray:
         return np.array(self.job.layouts[name].stage(coordinate).ranks)
 
     def _staging(self) -> np.ndarray:
-        """Return the bytes of communicators' buffers by rank: the largest crossing times the crossings in flight."""
+        """Return the bytes of staging buffers of each rank: the largest crossing times the crossings in flight."""
         total, schedule = np.zeros(self.world_size, np.int64), self.job.schedule
         rounded = self.job.transport != self.job.dtype
         for boundary in self.boundaries:
@@ -193,8 +193,8 @@ class Estimate:
 
     @cached_property
     def _activations(self) -> np.ndarray:
-        """Peak bytes of activations, of workspace above it, and of activations on the host, int64 [ranks, 3]. They are
-        computed once for all ranks of a role with equal shards and rows.
+        """Peak bytes of activations, of workspace above this peak, and of activations on the host: int64 [ranks, 3].
+        Ranks of a role with equal shards and rows share one computation.
         """
         peaks, schedule = np.zeros((self.world_size, 3), np.int64), self.job.schedule
         rows = {boundary.edge: self._rows(boundary) for boundary in self.boundaries}
@@ -211,7 +211,7 @@ class Estimate:
         return peaks
 
     def _rows(self, boundary: BoundaryTraffic) -> np.ndarray:
-        """Return the rows held by each rank in each crossing, and the rows needed, int64 [2, crossings, ranks]."""
+        """Return how many rows each rank holds and needs in each crossing: int64 [2, crossings, ranks]."""
         rows = np.zeros((2, len(boundary.crossings), self.world_size), np.int64)
         for number, crossing in enumerate(boundary.crossings):
             forward = crossing["forward"]
@@ -221,7 +221,7 @@ class Estimate:
     def _rank_bytes(
         self, role: Role, rank: int, shard_numbers: Mapping[_Call, np.ndarray], rows: Mapping[Edge, np.ndarray]
     ) -> RankBytes:
-        """Return the sizes on a rank of a role. `shard_numbers`: by call and rank; `rows`: see `_rows`."""
+        """Return the bytes of stages and rows on a rank. `shard_numbers`: the index of each rank's work in a call."""
         row_bytes, held, needed = self.job.shapes.text.hidden * self.job.dtype.itemsize, {}, {}
         for boundary in self.boundaries:
             sizes = rows[boundary.edge][:, list(boundary.numbers), rank] * (row_bytes * boundary.outputs)
@@ -252,7 +252,7 @@ class Estimate:
 
 
 def _max_in_flight(role: Role, edge: Edge) -> int:
-    """Return the maximum number of crossings of an edge in flight on a rank of a role."""
+    """Return the maximum number of crossings of `edge` that are in flight at a time on a rank of a role."""
     change = {"start": 1, "finish": -1}
     changes = [change[action.op] for action in role.actions if action.op in change and action.edge == edge]
     return max(accumulate(changes), default=0)

@@ -1,4 +1,4 @@
-"""Experts on the ranks of a layout, and what they exchange in a step if routing is uniform. Pure."""
+"""Computes how experts are divided over ranks, and their traffic in a step with uniform routing. Pure."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from megatron_hetero.models.layers.experts import ExpertMLP
 from megatron_hetero.models.layers.layer import Layer
 
 FORWARD, BACKWARD = 5, 3
-"""All-to-alls of a layer, forward (sizes, choices, weights, rows, results) and backward (gradients of results, rows,
-weights)."""
+"""Number of all-to-alls of a layer, forward (sizes, choices, weights, rows, results) and backward (gradients of
+results, rows and weights)."""
 _SIZE, _CHOICE = 8, 4
-"""Bytes of a count of rows or pairs, and of a choice of an expert."""
+"""Bytes of a transferred count of rows or pairs, and of the transferred index of a chosen expert."""
 
 
 @dataclass(frozen=True)
 class ExpertTraffic:
-    """What a rank receives from other ranks that have experts.
+    """Expert traffic that a rank receives from other ranks.
 
     Attributes:
-        rows: average number of rows of a layer in a micro-batch.
-        received: average number of bytes in a step.
-        exchanges: number of all-to-alls in a step.
-        waits: how often the host waits for the device in a step, for the sizes of exchanges and of chunked products.
+        rows: the average number of rows received for a layer in a micro-batch.
+        received: the average number of bytes received in a step.
+        exchanges: the number of all-to-alls in a step.
+        waits: the number of host waits for the device in a step, for the sizes of exchanges and of chunked products.
     """
 
     rows: int
@@ -39,29 +39,29 @@ class ExpertTraffic:
 
 
 def expert_mlps(layers: Iterable[Layer]) -> list[ExpertMLP]:
-    """Return the MLPs with experts of `layers`."""
+    """Return the MLPs of `layers` that have experts."""
     return [layer.mlp for layer in layers if isinstance(layer.mlp, ExpertMLP)]
 
 
 def experts_of_ranks(experts: int, ranks: int) -> tuple[int, int]:
-    """Return the minimum and the maximum number of experts on one of `ranks`."""
+    """Return the minimum and the maximum number of experts per rank when `ranks` share a layer's experts."""
     sizes = [stop - start for start, stop in (block(experts, rank, ranks) for rank in range(ranks))]
     return min(sizes), max(sizes)
 
 
 def ranks_of_experts(layout: Layout) -> int:
-    """Return the number of ranks over which experts are divided."""
+    """Return the number of ranks over which a layout divides the experts of a layer."""
     return layout.ways("experts", view=EXPERTS) if EXPERTS in layout.views else 1
 
 
 def with_experts_over(layout: Layout, ranks: int) -> Layout:
-    """Return the layout with experts divided over `ranks`, a divisor of the ranks of a stage."""
+    """Return the layout with experts divided over `ranks`, a divisor of the number of ranks of a stage."""
     folds = (Fold(view, (ranks,) if view == EXPERTS else stated) for view, stated in layout.folds)
     return replace(layout, folds=tuple(folds))
 
 
 def expert_traffic(assumed: AssumedBatch, coordinate: int) -> ExpertTraffic | None:
-    """Return the traffic of a rank of the text module at a pipeline coordinate; None if its host never waits."""
+    """Return the expert traffic of a rank of the text module at a pipeline coordinate; None if its host never waits."""
     job = assumed.job
     layout, layers = job.layouts[TEXT], job.shapes.text.architecture.layers
     stages = stages_of_rank(job.stages[TEXT], coordinate, layout.pp)

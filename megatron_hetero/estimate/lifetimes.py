@@ -1,25 +1,25 @@
-"""Activation memory of a pipeline stage, and its peak over the actions of a rank. Pure.
+"""Computes the activation memory of a pipeline stage, and its peak over the actions of a rank. Pure.
 
-A stage runs its submodules (`measured`) forward in order and backward in reverse, each after the saved tensors of
-later ones are freed. Fully recomputed layers save their input, and the rest during their own backward pass. With
-offloaded activations (`models.layers.offload`) two neighbouring layers are on the device at a time; tensors too small
-to copy, rotary tables and received inputs stay there.
+A stage runs its submodules (`measured`) forward in order and backward in reverse; saved tensors are freed as the
+backward pass proceeds. Fully recomputed layers save their input, and other tensors only during their backward pass.
+With offloaded activations (`models.layers.offload`) two neighbouring layers are on the device at a time; tensors too
+small to copy, rotary tables and received inputs stay on the device.
 
 What each action allocates and frees, as `step.execution` executes it:
 
     irecv      hidden states of a neighbouring stage, or their gradients
-    finish F   the token embedding, on the first text stage; freed by its forward
-    start F    received rows, on the text stage that they enter; freed when their gradients leave (`start B`), or by the
-               forward where none do
-    run F, R   saved activations (of several calls: the input), on device and host, freed by the backward, and so are
-               sent hidden states and rows; tensors on their way to the host; workspace
+    finish F   the token embedding, on the first text stage; freed by the stage's forward
+    start F    received rows, on the text stage that they enter; freed when their gradients are sent (`start B`), or by
+               the forward if there are no gradients
+    run F, R   saved activations (with several calls: only the input) on device and host, and sent hidden states and
+               rows, all freed by the backward; tensors in transit to the host; workspace
     run B      one recomputed layer or call, or tensors fetched from the host, and workspace. On text stages that rows
-               enter, gradients of rows, until they have left (`finish B`)
-    start B    gradients of rows, on the encoder's side, freed by its backward
+               enter, gradients of rows, freed when they have been sent (`finish B`)
+    start B    gradients of rows, on the encoder's side, freed by the encoder's backward
 
-A call of an encoder over several micro-batches runs with the forward of its first and the backward of its last one,
-which concatenates their gradients. Where a micro-batch takes several calls, the forwards save their input alone, and
-the backwards run call by call.
+A call of an encoder over several micro-batches runs with the forward of the first micro-batch and the backward of the
+last, which concatenates their gradients. Where a micro-batch takes several calls, the forwards save only their inputs,
+and the backwards run call by call.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from megatron_hetero.schedule.program import Role, Schedule
 class StageBytes:
     """Bytes of a stage for one micro-batch on one rank.
 
-    `saved`, `host`: what is saved from forward to backward on the device, and on the host. `passing`, `again`: the peak
-    above `saved` in a forward and in a backward pass, for layers on their way to the host and back and for a recomputed
-    layer. `forward`: the peak above `saved` in a forward pass, workspace included; `backward`: above `saved` and
-    `again` in a backward pass. `left`: hidden states sent to the next stage. `rows`: rows of one encoder output.
+    `saved`, `host`: tensors saved from forward to backward on the device, and on the host. `passing`, `again`: the peak
+    above `saved` in a forward and in a backward pass, of layers in transit to or from the host, or of a recomputed
+    layer. `forward`: the peak above `saved` in a forward pass, workspace included; `backward`: the peak above `saved`
+    and `again` in a backward pass. `left`: hidden states sent to the next stage. `rows`: rows of one encoder output.
     `message`: hidden states of a transfer. `several_calls`: whether the stage takes several calls for a micro-batch;
-    `saved` is then its input, and `again` the peak of what one call saves.
+    then `saved` is its input, and `again` the peak of the tensors that one call saves.
     """
 
     saved: int
@@ -70,20 +70,20 @@ def combined(
     after: Sequence[SubmoduleBytes] = (),
     offload: OffloadSizes | None = None,
 ) -> StageBytes:
-    """Combine the submodules of a stage: those of each layer, and those `before` and `after` all layers, which are
-    never offloaded.
+    """Return the memory of a stage from the memory of its submodules: of each layer, and `before` and `after` all
+    layers. Only layers are offloaded.
 
-    `offload`: block sizes of copies to the host, if activations are offloaded.
+    `offload`: the block sizes of copies to the host, if activations are offloaded.
     """
     starts = [*accumulate(map(len, layers), initial=len(before))]
     moved = offloaded_layers(len(layers)) if offload else 0
     submodules = [*before, *chain(*layers), *after]
-    # Bytes of the first n submodules: of all that is saved, and of what stays on the device when they are offloaded.
+    # Bytes of the first n submodules: all saved tensors, and the tensors that stay on the device with offloading.
     saved = [0, *accumulate(each.saved for each in submodules)]
     stays = [each.saved if number < len(before) else each.stays for number, each in enumerate(submodules)]
     stays = [0, *accumulate(stays)]
     on_device = stays[starts[moved]] + saved[-1] - saved[starts[moved]]
-    # The number of submodules that are on the host when each one runs: those of all layers but the previous one.
+    # Number of submodules offloaded to the host while each submodule runs: all before the previous layer.
     away = [0] * len(before)
     for layer, layer_submodules in enumerate(layers):
         away += [starts[min(moved, max(0, layer - 1))]] * len(layer_submodules)
@@ -103,7 +103,7 @@ def combined(
 
 @lru_cache(maxsize=4096)
 def stage_bytes(measured: Measured, stage: PipelineStage, work: Work, *, offload: bool = False) -> StageBytes:
-    """Return the memory of a stage on a rank with this work, without the rows that enter it. `offload`: whether its
+    """Return the memory of a stage on a rank with this work, without the rows that enter the stage. `offload`: whether
     activations are offloaded.
     """
     if len(work) != 1:
@@ -115,20 +115,20 @@ def stage_bytes(measured: Measured, stage: PipelineStage, work: Work, *, offload
     layers = [_layer(measured, number, shard, recomputed=number < recomputed) for number in stage.layers]
     for layer, following in pairwise(layers):
         has_merger = len(layer) > 1
-        if has_merger and trains:  # A merger's input is the input of the next layer, saved once.
+        if has_merger and trains:  # The merger and the next layer have the same input, which is saved once.
             following[0] = replace(following[0], saved=following[0].saved - message)
     before = [measure(measured, FIRST, shard)] if stage.is_first else []
     after = [measure(measured, LAST, shard)] if stage.is_last else []
-    if not stage.is_last:  # The gradient of the output is received.
+    if not stage.is_last:  # The output and its gradient are counted as messages, not as workspace.
         last = layers[-1][-1]
         layers[-1][-1] = replace(last, forward=last.forward - message, backward=last.backward - message)
     if not stage.is_first and trains:
         layers[0][0] = replace(layers[0][0], stays=min(layers[0][0].saved, layers[0][0].stays + message))
     result = combined(layers, before, after, OffloadSizes.of(measured.gpu) if offload else None)
     saved = result.saved
-    if trains:  # The rotary tables, which all layers share.
+    if trains:  # Add the rotary tables, which all layers share.
         saved += 2 * FP32 * shard.tokens * shape.rotary.width
-    elif not stage.is_first:  # The input, which the layers need not save.
+    elif not stage.is_first:  # Add the received input, which the layers do not save.
         saved += message
     rows = 0 if measured.is_text else itemsize * shard.local // shape.unit * shape.out_hidden
     left = 0 if stage.is_last else message
@@ -136,16 +136,16 @@ def stage_bytes(measured: Measured, stage: PipelineStage, work: Work, *, offload
 
 
 def _several_calls(measured: Measured, stage: PipelineStage, work: Work, *, offload: bool) -> StageBytes:
-    """Return the memory of a stage that takes several calls: its whole input, and above it one call after the other."""
+    """Return the memory of a stage that takes several calls: its whole input, and the largest memory of one call."""
     calls = [stage_bytes(measured, stage, (shard,), offload=offload) for shard in work]
     if stage.is_first:
         size = measured.module.dtype.itemsize * measured.shape.patch_elements
         inputs = [size * shard.local for shard in work]
-        # Trained embeddings save them, frozen ones do not.
+        # Trained embeddings save their inputs, frozen embeddings do not.
         shared = [n if measure(measured, FIRST, shard).saved >= n else 0 for n, shard in zip(inputs, work, strict=True)]
     else:
         inputs = shared = [call.message for call in calls]
-    # What a call saves above the inputs of all calls, and its peak in each pass of the backward action.
+    # Bytes that a call saves above the inputs of all calls, and its peak in each pass of the backward action.
     saved = [call.saved - n for call, n in zip(calls, shared, strict=True)]
     again = max(n + max(call.again, call.passing) for n, call in zip(saved, calls, strict=True))
     peak = max(n + max(call.forward, call.again + call.backward) for n, call in zip(saved, calls, strict=True))
@@ -158,7 +158,7 @@ def _several_calls(measured: Measured, stage: PipelineStage, work: Work, *, offl
         host=max(call.host for call in calls),
         # Outputs of all calls exist twice while they are concatenated.
         forward=max(left + outputs * rows, *(call.forward for call in calls)),
-        # Gradients of hidden states wait for those of all calls.
+        # Gradients of hidden states are sent when all calls have computed theirs.
         backward=max(0, peak - again) + (0 if stage.is_first else message),
         left=left,
         rows=rows,
@@ -168,8 +168,8 @@ def _several_calls(measured: Measured, stage: PipelineStage, work: Work, *, offl
 
 
 def _layer(measured: Measured, number: int, shard: SequenceShard, *, recomputed: bool) -> list[SubmoduleBytes]:
-    """Return the bytes of a layer, and of the merger of its output, if it has one. `recomputed`: whether the layer is
-    recomputed as a whole.
+    """Return the bytes of a layer, and of the merger of its output if there is a merger. `recomputed`: whether the
+    layer is recomputed as a whole.
     """
     layer = measure(measured, Submodule("layer", number), shard)
     passed = layer.passed
@@ -186,11 +186,11 @@ def _layer(measured: Measured, number: int, shard: SequenceShard, *, recomputed:
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes of one rank.
+    """Bytes of the stages and rows of one rank.
 
-    `stages`: by module, stage and number of micro-batches in a call. `held`, `needed`: by edge and micro-batch, the
-    rows that the rank encodes and that it receives. Idle stages and edges are missing. `outputs`: the number of encoder
-    outputs that cross each edge. `calls`: by module, the micro-batches of each call.
+    `stages`: the memory by module, stage and number of micro-batches in a call. `held`, `needed`: by edge and
+    micro-batch, bytes of the rows that the rank encodes and that it receives. Idle stages and edges are missing.
+    `outputs`: the number of encoder outputs that cross each edge. `calls`: by module, the micro-batches of each call.
     """
 
     stages: Mapping[tuple[str, int, int], StageBytes]
@@ -201,7 +201,7 @@ class RankBytes:
 
 
 def peak_activations(schedule: Schedule, role: Role, sizes: RankBytes) -> tuple[int, int, int]:
-    """Return the peak bytes on a rank of `role`: of activations, of workspace above it, of activations on the host."""
+    """Return the peak bytes on a rank of `role`: activations, workspace above them, and activations on the host."""
     ledger = _Ledger(schedule, sizes)
     for action in role.actions:
         ledger.execute(action)
@@ -209,7 +209,7 @@ def peak_activations(schedule: Schedule, role: Role, sizes: RankBytes) -> tuple[
 
 
 class _Ledger:
-    """Live allocations, by name."""
+    """A record of live allocations by name, and of their peak."""
 
     def __init__(self, schedule: Schedule, sizes: RankBytes):
         self.schedule, self.sizes = schedule, sizes
@@ -228,16 +228,16 @@ class _Ledger:
         self.total -= self.live.pop(name, 0)
 
     def _work(self, size: int) -> None:
-        """Account for workspace, which is freed at once."""
+        """Account for `size` bytes of workspace, which is freed at once."""
         self.busiest = max(self.busiest, self.total + size)
 
     def _move(self, size: int) -> None:
-        """Account for bytes copied to the host, or freed there."""
+        """Account for `size` bytes copied to the host; a negative `size` is freed there."""
         self.on_host += size
         self.host_peak = max(self.host_peak, self.on_host)
 
     def execute(self, action: Action) -> None:
-        """Account for one action."""
+        """Account for the allocations and frees of one action."""
         m = action.micro_batch
         match action.op, action.kind:
             case "irecv", kind:
@@ -274,11 +274,11 @@ class _Ledger:
         encoder = self.sizes.stages.get((action.module, source_stage, len(call)))
         runs_again = module.recomputes or (encoder is not None and encoder.several_calls)
         if (not module.backward or runs_again) and m == call[-1]:
-            # No backward pass needs the rows, which share one tensor for all micro-batches of a call.
+            # Free the rows: no backward pass needs them, and rows of all micro-batches of a call are one tensor.
             self._free(("encoded", edge, call[0]))
 
     def _forward(self, action: Action, stage: StageBytes, call: range) -> None:
-        """Account for a forward pass. F of a module that recomputes saves nothing, and R sends nothing."""
+        """Account for a forward pass. In a module that recomputes, F saves nothing and R sends nothing."""
         key, module = (action.module, action.own_stage, call[0]), self.schedule.module[action.module]
         saves = module.backward and (action.kind == "R" or not module.recomputes)
         has_outputs = saves or action.kind == "F"
@@ -325,11 +325,11 @@ class _Ledger:
                 self._allocate(("leaving", edge, action.micro_batch), needed)
 
     def _leaving(self, work: Action) -> list[Edge]:
-        """Return the edges along which rows of a stage leave this rank."""
+        """Return the edges along which this rank sends rows of the stage that runs `work`."""
         edges = self.schedule.leaving.get((work.module, work.own_stage), ())
         return [edge for edge in edges if edge in self.sizes.held]
 
     def _entering(self, work: Action) -> list[Edge]:
-        """Return the edges along which rows enter a stage on this rank."""
+        """Return the edges along which this rank receives rows of the stage that runs `work`."""
         edges = self.schedule.entering.get((work.module, work.own_stage), ())
         return [edge for edge in edges if edge in self.sizes.needed]

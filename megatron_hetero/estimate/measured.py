@@ -1,8 +1,8 @@
-"""Activation memory of a module's layers and ends, measured by running them on PyTorch's device `meta`. Pure.
+"""Measures the activation memory of a module's submodules by running them on PyTorch's device `meta`. Pure.
 
-What is measured by itself is a *submodule*: a layer, the merger of a layer's output, or what precedes or follows the
-layers. The torch module that trains runs forward and backward once for each distinct submodule, setting and shard, in
-groups that have sizes but exchange nothing; `allocations` tracks what it allocates.
+A *submodule* is a layer, the merger of a layer's output, or all torch modules before or after the layers. The torch
+module of training runs forward and backward once for each distinct submodule, setting and shard, in groups that have
+sizes but exchange nothing; `allocations` tracks its allocations.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from megatron_hetero.models.stages import EncoderInput, TextInput
 
 
 class Submodule(NamedTuple):
-    """What is measured by itself. `first` and `last` precede and follow the layers; a `merger` follows a layer."""
+    """A separately measured submodule: a layer, the merger of its output, or all modules before or after the layers."""
 
     kind: Literal["first", "layer", "merger", "last"]
     layer: int = 0
@@ -56,13 +56,13 @@ FIRST, LAST = Submodule("first"), Submodule("last")
 
 @dataclass(frozen=True)
 class Measured:
-    """A module as one of its ranks runs it, reduced to the settings and degrees that measurements depend on.
+    """A module reduced to the settings and degrees on which measurements depend.
 
     Attributes:
         module: the module in the smallest layout whose ranks do the same work, with default settings of optimizer and
             offload.
-        gpu: whether it runs on a GPU.
-        imbalance: tokens of the local experts, relative to the mean.
+        gpu: whether the module runs on a GPU.
+        imbalance: the number of tokens of the local experts, relative to the mean.
     """
 
     module: ModuleJob
@@ -71,7 +71,7 @@ class Measured:
 
     @classmethod
     def of(cls, module: ModuleJob, *, gpu: bool, imbalance: float) -> Measured:
-        """Reduce a module of a job to what measurements depend on."""
+        """Return a module of a job, reduced to the settings and degrees on which measurements depend."""
         layout, settings = module.layout, module.settings
         tokens = layout.tp * layout.sp * layout.cp
         dp = math.lcm(tokens, *(math.prod(stated) for _, stated in layout.folds)) // tokens
@@ -79,23 +79,24 @@ class Measured:
         layout = Layout(layout.tp, layout.sp, layout.cp, dp=dp, pp=1, ranks=ranks, folds=layout.folds)
         settings = replace(settings, parallel="", layers=(), zero=1, patches_per_call=0, lr=None, hf_path=None)
         settings = replace(settings, token=None, min_pixels=None, max_pixels=None, offload=OffloadConfig())
-        settings = replace(settings, precision=PrecisionConfig(), lora=LoraConfig())  # Adapters are in the shape.
+        # `lora` can be reset, because the shape already has the adapters.
+        settings = replace(settings, precision=PrecisionConfig(), lora=LoraConfig())
         small = replace(module, name="", prefix="", layout=layout, stages=(), settings=settings, optimizer=NONE)
         return cls(small, gpu, imbalance)
 
     @property
     def is_text(self) -> bool:
-        """Whether it is the text module."""
+        """Whether this is the text module."""
         return self.module.role == TEXT
 
     @property
     def shape(self) -> Any:
-        """Shape of the whole module."""
+        """The shape of the whole module."""
         return self.module.shape
 
 
 def is_merged(measured: Measured, layer: int) -> bool:
-    """Whether a merger follows a layer before the last."""
+    """Return whether a merger computes an encoder output other than `ROWS` from the output of `layer`."""
     if measured.is_text:
         return False
     return any(at == layer for output, at in measured.shape.outputs.items() if output != ROWS)
@@ -103,7 +104,7 @@ def is_merged(measured: Measured, layer: int) -> bool:
 
 @lru_cache(maxsize=256)
 def _first_equal(measured: Measured) -> tuple[int, ...]:
-    """Return for each layer the number of the first layer that equals it: in kind, merger, frozen and added tensors."""
+    """Return for each layer the number of the first layer with equal kind, merger, frozen tensors and added tensors."""
     module = measured.module
     architecture = module.shape.architecture
     added = defaultdict[str, set[Any]](set)
@@ -126,8 +127,8 @@ _tensor = partial(torch.empty, device=META)
 def _callable_of(
     measured: Measured, submodule: Submodule, shard: SequenceShard, memo: dict[str, Any]
 ) -> tuple[Callable[[Tensor], Sequence[Tensor]], Tensor]:
-    """Return the function that runs a submodule on a rank that works on `shard` and returns its outputs, and its input.
-    The function stores in `memo` what a recomputation of a layer would use.
+    """Return a function that maps the input of a submodule to its outputs, and the input on a rank with `shard`. The
+    function stores in `memo` the tensors that a recomputation of a layer would use.
     """
     module, model = measured.module, _built(measured, submodule)
     if submodule == FIRST and measured.is_text:
@@ -165,13 +166,13 @@ def _embed_patches(model: Any, shard: SequenceShard, patches: Tensor) -> list[Te
 def _loss(model: Any, shard: SequenceShard, hidden: Tensor) -> list[Tensor]:
     places = _tensor(shard.supervised, dtype=torch.int64)
     batch = TextInput(places, places, places, places, {}, _NO_ATTENTION)
-    normed = model.final_layernorm(hidden)  # It is alive during the loss, as in the forward pass of the model.
+    normed = model.final_layernorm(hidden)  # `normed` is live during the loss, as in the model's forward pass.
     return [model.loss(batch, normed)]
 
 
 @lru_cache(maxsize=256)
 def _built(measured: Measured, submodule: Submodule) -> Any:
-    """Build a pipeline stage that has the submodule alone."""
+    """Build a pipeline stage on `meta` that consists of only the submodule."""
     module, shape, layout = measured.module, measured.shape, measured.module.layout
     degrees = {axis: layout.degrees[axis] for axis in ("tp", "sp", "cp")}
     for view, stated in layout.folds:
@@ -194,9 +195,9 @@ def _built(measured: Measured, submodule: Submodule) -> Any:
     for name, parameter in model.named_parameters():
         if stored[stage.global_name(name)][0].name in module.frozen:
             parameter.requires_grad_(False)
-        else:  # Gradients are accumulated in buffers, which `parameters` counts.
+        else:  # Drop gradients: in training they are accumulated in buffers, which `parameters` counts.
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
-    # The kernel of the target device, without optional packages.
+    # Choose the kernels of the target device, without optional packages.
     device = "cuda" if measured.gpu else "cpu"
     for each in model.modules():
         if isinstance(each, PackedSelfAttention):
@@ -216,14 +217,14 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, is_causal: bool, **_: Any) -> Tensor:
-    """Run PyTorch's fused attention, which it does not choose on `meta`; masks have the dtype of the queries."""
+    """Run PyTorch's fused CPU attention, which PyTorch does not choose on `meta`, and return the attention output."""
     mask = None if attn_mask is None else attn_mask.to(q.dtype)
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return fused(q, k, v, 0.0, is_causal, attn_mask=mask)[0]
 
 
 def _attention(shard: SequenceShard) -> AttentionParams:
-    """Return the attention inputs of the first rank of its groups, where the second rank has all other tokens."""
+    """Return the attention inputs of the first rank of each group; the other cp ranks share the remaining tokens."""
     if shard.lengths and (others := len(shard.cp_lengths) - 1):
         lengths = np.diff(even_cuts(sum(shard.lengths) - shard.member, others))
         shard = replace(shard, cp_lengths=(shard.member, *lengths.tolist()))
@@ -238,9 +239,9 @@ _NO_ATTENTION = AttentionParams(PackedSegments.of((), META), (), ())
 
 
 def measure(measured: Measured, submodule: Submodule, shard: SequenceShard) -> SubmoduleBytes:
-    """Measure a submodule on a rank that works on `shard`, without full recomputation."""
+    """Return the measured memory of a submodule on a rank with `shard`, without full recomputation."""
     submodule = submodule._replace(layer=_first_equal(measured)[submodule.layer])
-    # Fields of the shard that the submodule does not read are reset, so that equal measurements are made once.
+    # Reset fields of the shard that the submodule does not read, so that equal measurements share a cache entry.
     unused: dict[str, Any] = {"segments": AttentionSegments((), ()), "windows": (), "lengths": ()}
     if submodule.kind == "layer":
         attention = measured.shape.architecture.layers[submodule.layer].attention
@@ -254,7 +255,7 @@ def measure(measured: Measured, submodule: Submodule, shard: SequenceShard) -> S
 
 @lru_cache(maxsize=256)
 def _without_full_recompute(measured: Measured) -> Measured:
-    """Return what is measured inside of layers that are recomputed as a whole."""
+    """Return the module without full recomputation of layers."""
     if measured.module.recompute.selective:
         return measured
     settings = replace(measured.module.settings, recompute="none")

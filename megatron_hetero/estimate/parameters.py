@@ -1,16 +1,16 @@
-"""Parameters of a rank: bytes of weights, gradients and optimizer states, and of what ZeRO 2 and 3 gather. Pure.
+"""Computes the memory of a rank's parameters: weights, gradients, optimizer states, and gathered weights. Pure.
 
-  * Trained parameters and their gradients are in one buffer each, whose padding is not counted.
+  * Trained parameters are in one buffer, and their gradients in another; padding of the buffers is not counted.
   * AdamW: each of n ranks stores two moments of an n-th of the trained elements, and master weights where the weights
     are bfloat16. 8-bit moments have a scale per 256 elements.
   * SGD: each rank stores master weights of all trained parameters where the weights are bfloat16.
   * ZeRO 2 and 3 (FSDP2): each of n ranks stores about an n-th of the rows of each parameter, its gradient and states.
-    Units are those of `step.fully_sharded`: an embedding, each layer, and the rest of a stage. A rank gathers the
-    weights of the running unit, of the prefetched one, and once more of one unit as they arrive; the rest of a stage,
-    and an embedding that is also the head, stay from forward to backward. With ZeRO 2, and with waves of several calls,
-    everything stays. The gradients of a unit exist whole, and once more in the dtype of their sum, as they are sent.
+    The units of `step.fully_sharded` are an embedding, each layer, and the rest of a stage. A rank gathers the weights
+    of the running unit and of the prefetched unit, and has a second copy of one unit as it arrives; the rest of a
+    stage, and an embedding that is also the head, stay gathered from forward to backward. With ZeRO 2, and with waves
+    of several calls, all weights stay. The gradients of a unit exist whole, and a second time in the dtype of the sum.
 
-Dtypes are those of the module's `precision`; with `offload.states` states are on the host.
+The module's `precision` sets the dtypes; with `offload.states` optimizer states are on the host.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _MASTER = {"float32": 4, "split": 2, "none": 0}
 _MOMENT = {"float32": 4, "bfloat16": 2, "8bit": 1}
 _GRADIENT = {"float32": 4, "bfloat16": 2}
 UNPACKED = 48
-"""Bytes of an element that is unpacked for an update with 8-bit moments."""
+"""Bytes per element of the buffers into which an update unpacks 8-bit moments."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter on a rank, by its name in the whole module."""
+    """A parameter on a rank. `name`: its name in the whole module; `rows`, `elements`: the numbers on the rank."""
 
     name: str
     rows: int
@@ -53,7 +53,7 @@ def parameters_of(
     module: ModuleJob, holders: int, stages: Sequence[PipelineStage], view: str = MAIN
 ) -> tuple[Parameter, ...]:
     """Return the parameters of a rank that holds `stages`, in model order. `holders`: the number of ranks over which
-    the view splits a parameter.
+    `view` splits a parameter.
     """
     architecture, parameters = module.shape.architecture, list[Parameter]()
     share = Share(0 if view == MAIN else holders - 1, holders)  # The last rank has the most experts.
@@ -78,10 +78,10 @@ def _rows(tensor_slice: TensorSlice) -> int:
 
 @dataclass(frozen=True)
 class ParameterBytes:
-    """Memory of a rank's parameters: `parameters` and `trained` in elements, the rest in bytes.
+    """Memory of a rank's parameters: `parameters` and `trained` in elements, the other fields in bytes.
 
-    `host`: states in host memory. `update`: further device memory during an update. `stays`, `running`: the peak of
-    what ZeRO 2 and 3 gather between runs of the module, and above that in a run.
+    `host`: optimizer states in host memory. `update`: further device memory during an update. `stays`: the peak of
+    weights that ZeRO 2 and 3 keep gathered between runs of the module. `running`: the peak above `stays` in a run.
     """
 
     parameters: int
@@ -95,7 +95,7 @@ class ParameterBytes:
     running: int = 0
 
     def __add__(self, other: ParameterBytes) -> ParameterBytes:
-        """Add two memories on one rank; updates do not overlap."""
+        """Return the sum of two memories on one rank; the maximum for `update`, because updates do not overlap."""
         added = ParameterBytes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
         return replace(added, update=max(self.update, other.update))
 
@@ -112,12 +112,12 @@ def parameter_bytes(
 ) -> ParameterBytes:
     """Return the memory of `parameters` on each of `ranks` data- and context-parallel ranks.
 
-    `itemsize`: bytes of a weight. `on_host`: whether states are in host memory. `zero`: the ZeRO stage.
+    `itemsize`: the bytes of a weight. `on_host`: whether optimizer states are in host memory. `zero`: the ZeRO stage.
     """
     trained_parameters = [p for p in parameters if p.trains]
     elements, trained = (sum(p.elements for p in each) for each in (parameters, trained_parameters))
     sharded = shares_weights(zero, ranks, trained > 0)
-    if sharded:  # ZeRO 2 and 3: weights, gradients and states are of the local rows.
+    if sharded:  # ZeRO 2 and 3 store weights, gradients and states of the local rows.
         weights, gradients = (_sharded_elements(each, ranks) for each in (parameters, trained_parameters))
         updated = gradients
     else:
@@ -139,12 +139,12 @@ def parameter_bytes(
 
 
 def _sharded_elements(parameters: Sequence[Parameter], ranks: int) -> int:
-    """Return the elements on the first of `ranks` that share the rows of each parameter."""
+    """Return the maximum number of elements on any of the `ranks` that share the rows of each parameter."""
     return sum(rows_of_share(p.rows, ranks) * (p.elements // p.rows) for p in parameters)
 
 
 def _state_itemsize(moments: int, itemsize: int, precision: PrecisionConfig) -> int:
-    """Return the bytes of moments and master weight of an element whose weight has `itemsize` bytes."""
+    """Return the bytes of the moments and the master weight of an element whose weight has `itemsize` bytes."""
     master = _MASTER[precision.master] if itemsize < 4 else 0
     return moments * _MOMENT[precision.moments] + master
 
@@ -152,9 +152,9 @@ def _state_itemsize(moments: int, itemsize: int, precision: PrecisionConfig) -> 
 def _update_bytes(
     elements: int, moments: int, itemsize: int, precision: PrecisionConfig, *, on_host: bool, in_buffer: bool
 ) -> int:
-    """Return the bytes of the batches gathered or unpacked on the device, two at once where states come from the host.
+    """Return the device memory of the batches of elements in an update: two at a time if states are on the host.
 
-    `in_buffer`: whether weights and gradients are in one buffer each, and need not be gathered.
+    `in_buffer`: whether weights and gradients are in contiguous buffers, and are not copied into batches.
     """
     batch = min(elements, batch_elements(elements))
     if precision.moments == "8bit" and moments:
@@ -166,20 +166,20 @@ def _update_bytes(
 
 
 def _gradient_itemsize(itemsize: int, precision: PrecisionConfig) -> int:
-    """Return the bytes of an accumulated gradient element of a weight of `itemsize` bytes."""
+    """Return the bytes of an element of the accumulated gradient if a weight element has `itemsize` bytes."""
     return 4 if itemsize == 4 else _GRADIENT[precision.gradients]
 
 
 _EMBEDDING = "embedding"
-"""The embedding, an FSDP2 unit of its own."""
+"""Name of the embedding, which is a separate FSDP2 unit."""
 
 
 def gathered_bytes(
     parameters: Sequence[Parameter], itemsize: int, gradient: int, span: GatherSpan, *, is_head: bool
 ) -> tuple[int, int]:
-    """Return the peak bytes of gathered weights and of gradients in exchange between runs of a module, and above that
-    in a run. `itemsize`: bytes of a weight; `gradient`: of its gradient, whole and as it is sent. `is_head`: whether
-    the embedding is also the head.
+    """Return the bytes of weights that stay gathered between runs of a module, and the peak above that in a run, with
+    gradients in exchange. `itemsize`: the bytes of a weight; `gradient`: the bytes of its gradient and of the copy that
+    is sent. `is_head`: whether the embedding is also the head.
     """
     weights, gradients = defaultdict[str, int](int), defaultdict[str, int](int)
     for parameter in parameters:
@@ -190,8 +190,8 @@ def gathered_bytes(
         return sum(weights.values()), max(weights.values()) + max(gradients.values())
     layers = [unit for unit in weights if unit.startswith(LAYERS)]
     sizes, embedding = [weights[unit] for unit in layers], weights[_EMBEDDING]
-    # All layers are gathered before gradients of the embedding and of the rest are exchanged: two layers, one more as
-    # it arrives, and the gradients of one.
+    # The peak in layers: two gathered layers, a second copy of one layer as it arrives, and the gradients of one layer.
+    # Gradients of the embedding and of the rest are exchanged later.
     two_layers = max(map(sum, pairwise(sizes)), default=sum(sizes))
     in_layers = two_layers + max(sizes, default=0) + max((gradients[unit] for unit in layers), default=0)
     stays, embedding_twice = (weights[""] + embedding, embedding) if is_head else (weights[""], 2 * embedding)
@@ -199,7 +199,7 @@ def gathered_bytes(
 
 
 def _unit_of(name: str) -> str:
-    """Return the FSDP2 unit of a parameter: a layer, the embedding, or the unnamed rest."""
+    """Return the FSDP2 unit of a parameter: a layer, the embedding, or "" for the rest of a stage."""
     if name.startswith(LAYERS):
         return LAYERS + name.removeprefix(LAYERS).partition(".")[0]
     return _EMBEDDING if name.startswith(f"{_EMBEDDING}.") else ""
@@ -209,7 +209,7 @@ def _unit_of(name: str) -> str:
 
 
 def module_bytes(job: JobSpec, module: ModuleJob, coordinate: int, calls: Sequence[range]) -> ParameterBytes:
-    """Return the memory of the parameters of all views on the ranks of a pipeline coordinate of a module. `calls`: the
+    """Return the memory of a module's parameters, over all views, on a rank of a pipeline coordinate. `calls`: the
     micro-batches of each call of the module.
     """
     layout, settings, itemsize = module.layout, module.settings, module.dtype.itemsize
@@ -234,7 +234,7 @@ def module_bytes(job: JobSpec, module: ModuleJob, coordinate: int, calls: Sequen
     if not shares_weights(settings.zero, ranks, total.trained > 0):
         return total
     exchanged = _gradient_itemsize(itemsize, settings.precision)
-    # Gradients of chunks are summed in the dtype of the sum.
+    # With chunked MLPs, whole gradients have the dtype of the sum too.
     whole = exchanged if settings.chunk else itemsize
     is_head = module.role == TEXT and module.shape.tied and layout.pp == 1
     span = _gather_span(job, module, calls)
@@ -243,8 +243,8 @@ def module_bytes(job: JobSpec, module: ModuleJob, coordinate: int, calls: Sequen
 
 
 def _gather_span(job: JobSpec, module: ModuleJob, calls: Sequence[range]) -> GatherSpan:
-    """Return how long gathered weights stay. With one call in each turn of the encoders they need not stay for another
-    call.
+    """Return how long gathered weights stay in memory. With one call in each turn of the encoders, weights need not
+    stay for another call.
     """
     span = span_of(job.schedule.module[module.name], module.settings.zero)
     turns = [turn for turn in (*job.schedule.waves, *job.schedule.returned) if turn]

@@ -1,4 +1,4 @@
-"""Draws an estimate as one figure: the modules and stages of each rank, and the schedule."""
+"""Draws an estimate as one figure: the modules and stages on each rank, and the timeline of the schedule."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_MARKS = 128
-"""Limit on the marks between replicas or ranks of a module."""
+"""Maximum number of marks between replicas or ranks of a module."""
 CHARACTER = 0.0068
-"""Width of a character of a label, as a share of the figure."""
+"""Width of a character in a label, as a fraction of the figure's width."""
 
 
 def draw_estimate(estimate: Estimate, file: Path) -> None:
-    """Draw topology and schedule to an SVG or PNG file. Raises `UserError`."""
+    """Draw the topology and the schedule of an estimate to an SVG or PNG file. Raises `UserError`."""
     timelines = zip(estimate.job.schedule.roles, estimate.simulation.spans, strict=True)
     scaled = {
         f"{shortened(role.ranks, 24)} {role.name}": [Span(s.action, s.start / 1e12, s.end / 1e12) for s in spans]
@@ -59,7 +59,7 @@ def _draw_topology(axis: Axes, estimate: Estimate, colours: Mapping[str, str]) -
     labels = [f"{name}\n{layout.degrees_text}\n{shortened(layout.ranks)}" for name, layout in layouts.items()]
     axis.set_yticks(range(len(labels)), labels, fontsize=8)
     axis.set_ylim(len(labels) - 0.5, -0.5)
-    margin = 0.002 * estimate.world_size  # so that edges are not cut off
+    margin = 0.002 * estimate.world_size  # A margin keeps the outer edges of blocks visible.
     axis.set_xlim(-0.5 - margin, estimate.world_size - 0.5 + margin)
     axis.xaxis.get_major_locator().set_params(integer=True)  # pyright: ignore[reportCallIssue], it is an AutoLocator
     axis.xaxis.set_major_formatter("{x:,.0f}")
@@ -70,7 +70,7 @@ def _draw_topology(axis: Axes, estimate: Estimate, colours: Mapping[str, str]) -
 
 
 def _texts(estimate: Estimate, name: str, layout: Layout, stage: int) -> list[str]:
-    """Return candidate labels of a block, longest first."""
+    """Return candidate labels for the block of a pipeline stage, longest first."""
     stages = stages_of_rank(estimate.job.stages[name], stage, layout.pp)
     layers = ", ".join(str(each).removeprefix("layers ") for each in stages)
     axes = " x ".join(f"{axis}:{n}" for axis, n in layout.degrees.items() if n > 1 and axis != "pp") or "one rank"
@@ -94,7 +94,7 @@ def _draw_block(axis: Axes, at: int, first: int, last: int, colour: str, texts: 
 
 
 def _draw_replicas(axis: Axes, at: int, layout: Layout, ranks: Sequence[int]) -> None:
-    """Draw long marks between replicas and short ones between ranks, where there are few."""
+    """Draw long marks between replicas and short marks between ranks, each kind only if there are few."""
     for size, length in ((layout.ways("weights", "tokens"), 0.14), (1, 0.06)):
         if len(ranks) // size <= MAX_MARKS // layout.pp:
             places = [ranks[i] - 0.5 for i in range(size, len(ranks), size)]

@@ -1,4 +1,4 @@
-"""Finds problems of an estimate: memory, idle ranks, uneven stages, padding, each with a fix. Pure."""
+"""Finds problems of an estimate, such as memory, idle ranks, uneven stages or padding, each with a fix. Pure."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from megatron_hetero.models.shapes import assumed_sample
 from megatron_hetero.schedule.program import Role
 
 MAX_IDLE = 0.3
-"""Share of a step that ranks may wait before it is reported."""
+"""Fraction of a step above which waiting of ranks is reported."""
 MAX_PADDING = 0.01
-"""Share of a width that may be padding before it is reported."""
+"""Fraction of a width above which padding is reported."""
 UNEVEN = 1.25
-"""Ratio to the mean, of the work of a pipeline stage or the experts of a rank, above which it is reported."""
+"""Ratio to the mean above which the work of a pipeline stage or the number of experts on a rank is reported."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem and its fix, each a clause."""
+    """A problem of an estimate and its fix, each worded as a clause."""
 
     found: str
     fix: str
 
 
 def problems_of(estimate: Estimate) -> tuple[Problem, ...]:
-    """Return all problems of an estimate, the most severe kinds first."""
+    """Return all problems of an estimate, with the most severe kinds of problems first."""
     sample_problems = (_assumption, _idle_replicas, _empty_shards, _exchanges)
     finders = (_memory, *sample_problems, _waiting, _stages, _experts, _heads, _padding)
     return tuple(problem for find in finders for problem in find(estimate))
@@ -67,7 +67,7 @@ def _gb(size: float) -> str:
 
 
 def _against_memory(estimate: Estimate, limit: int, modules: tuple[str, ...]) -> str:
-    """Return settings that fit; else the closest settings, a larger world, or more ranks for `modules`."""
+    """Return advice against too little memory: settings that fit, or else the closest settings and more ranks."""
     fitting = find_fitting(estimate, limit)
     if fitting.attempts:
         texts = [f"{a.flags} ({_costs(a)}, about {a.slowdown:.2f} times the time of a step)" for a in fitting.attempts]
@@ -85,7 +85,7 @@ def _against_memory(estimate: Estimate, limit: int, modules: tuple[str, ...]) ->
 
 
 def _costs(attempt: Attempt) -> str:
-    """Return the memory of an attempt as text, and whether it rounds states."""
+    """Return the memory of an attempt as text, with a note if optimizer states are rounded."""
     host = int(attempt.estimate.host_memory.sum())
     on_host = f" and {_gb(host)} of all hosts" if host else ""
     return f"{_gb(attempt.needed)}{on_host}{', states rounded' if attempt.change.rounds else ''}"
@@ -97,7 +97,7 @@ def _costs(attempt: Attempt) -> str:
 def _assumption(estimate: Estimate) -> Iterator[Problem]:
     config = estimate.job.config
     data, chosen = config.data, config.plan
-    sample = assumed_sample(chosen, estimate.job.shapes)  # Without text that fills a token budget.
+    sample = assumed_sample(chosen, estimate.job.shapes)  # This sample has no text that fills up a token budget.
     if sample.tokens > data.max_seq_length:
         yield Problem(
             f"the assumed sample has {sample.tokens:,} tokens, more than data.max_seq_length, {data.max_seq_length:,}: "
@@ -129,7 +129,7 @@ def _idle_replicas(estimate: Estimate) -> Iterator[Problem]:
         if images and idle:
             what = "a micro-batch" if size == 1 else f"{size} micro-batches"
             heads = estimate.job.shapes.encoders[name].architecture.heads
-            axis = "sp" if not heads or heads // layout.tp > layout.sp else "cp"  # which may split tokens further
+            axis = "sp" if not heads or heads // layout.tp > layout.sp else "cp"  # The axis can split tokens further.
             yield Problem(
                 f"{idle:,} of the {layout.dp:,} replicas of {name} have no image in {what} of {images:,}",
                 f"raise {setting}, or give {name} less dp and more {axis}",
@@ -153,7 +153,7 @@ def _empty_shards(estimate: Estimate) -> Iterator[Problem]:
 
 
 def _exchanges(estimate: Estimate) -> Iterator[Problem]:
-    """Find encoders without windows whose tokens are split, so that every layer exchanges them."""
+    """Yield a problem for each encoder without windows whose tokens are split, so that every layer exchanges tokens."""
     for name, shape in estimate.job.shapes.encoders.items():
         layout, windowed = estimate.job.layouts[name], any(e.attention.windowed for e in shape.architecture.layers)
         split = [f"{axis}:{layout.degrees[axis]}" for axis in axes_of("tokens") if layout.degrees[axis] > 1]
@@ -217,7 +217,7 @@ def _against_waiting(estimate: Estimate, names: tuple[str, ...]) -> str:
 
 
 def _against_bubble(estimate: Estimate) -> str:
-    """Return advice that shortens the bubble of the text module's pipeline."""
+    """Return advice on how to shorten the bubble of the text module's pipeline."""
     layout, config, text = estimate.job.layouts[TEXT], estimate.job.config, estimate.job.schedule.text
     if layout.pp == 1:
         return f"give {TEXT} fewer ranks, or share ranks with the encoder"
@@ -329,7 +329,7 @@ def _counted(number: int, what: str) -> str:
 
 
 def shortened(ranks: tuple[int, ...] | list[int], limit: int = 28) -> str:
-    """Return ranks as ranges, truncated to about `limit` characters."""
+    """Return the text of ranks as ranges, truncated to about `limit` characters."""
     text = format_ranks(ranks)
     if len(text) <= limit or "," not in text[:limit]:
         return text

@@ -1,4 +1,4 @@
-"""The `--plan` command: prints an estimate to the terminal."""
+"""Prints an estimate to the terminal: the `--plan` command."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ NOT_COUNTED = (
     "GPU; Transformer Engine saves less."
 )
 SHOWN_ROLES = (8, 4)
-"""Number of lines of the schedule that are shown for the first and for the last roles."""
+"""Number of first and number of last roles whose lines of the schedule are shown."""
 SHOWN_KINDS = 24
-"""Limit on the rows of the memory table; if there are more, it shows the largest row of each role."""
+"""Maximum number of rows of the full memory table; a longer table is reduced to the largest row of each role."""
 WIDTH = 150
-"""Width in columns if the output is not a terminal."""
+"""Width of the output in columns if it is not a terminal."""
 
 
 def print_estimate(estimate: Estimate) -> None:
-    """Print an estimate."""
+    """Print an estimate to the terminal."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
@@ -66,7 +66,7 @@ def _described(estimate: Estimate, width: int) -> Iterator[RenderableType]:
 
 
 def assumptions(estimate: Estimate) -> list[str]:
-    """Return the job and the assumptions about its data, as sentences."""
+    """Return sentences that describe the job and the assumptions about its data."""
     config, batch, sample = estimate.job.config, estimate.job.batch, estimate.assumed.sample
     texts = "replica" if batch.replicas == 1 else "replicas"
     lines = [
@@ -181,7 +181,7 @@ def _memory(estimate: Estimate) -> Table:
     table.columns[2].justify = "left"
     schedule = estimate.job.schedule
     ranks_by_row: dict[tuple[str, ...], list[int]] = {}
-    largest: dict[str, tuple[int, tuple[str, ...]]] = {}  # by role, the largest total and its row
+    largest: dict[str, tuple[int, tuple[str, ...]]] = {}  # for each role, the largest total and its row
     sizes = np.column_stack([estimate.memory, estimate.allowance.sum(axis=1), estimate.totals])
     for rank, rank_sizes in enumerate(sizes.tolist()):
         name, total = schedule.roles[schedule.role_index[rank]].name, rank_sizes[-1]
@@ -198,7 +198,7 @@ def _memory(estimate: Estimate) -> Table:
 
 
 def _allowance_text(estimate: Estimate) -> str:
-    """Return the entries of the allowance, and the share of a GPU's memory in use, as a sentence."""
+    """Return sentences about the entries of the allowance and the share of a GPU's memory in use."""
     worst, limit = int(estimate.totals.argmax()), estimate.job.config.plan.memory_bytes
     context, communicators, fragments = map(size_text, estimate.allowance[worst].tolist())
     text = (
@@ -211,7 +211,7 @@ def _allowance_text(estimate: Estimate) -> str:
 
 
 def _host_text(estimate: Estimate) -> str:
-    """Return a sentence about the host memory of ranks and nodes; empty if they use none."""
+    """Return a sentence about the host memory of ranks and nodes; "" if no host memory is used."""
     kinds = {"optimizer states": estimate.host_states, "activations": estimate.host_activations}
     peaks = [f"{size_text(int(sizes.max()))} of {what}" for what, sizes in kinds.items() if sizes.any()]
     if not peaks:
@@ -272,7 +272,7 @@ def _schedule(estimate: Estimate, width: int) -> Iterator[str]:
 
 
 def show_estimate(config: Config, request: EstimateRequest) -> None:
-    """Print the estimate of a configuration, and draw it if requested. Raises `UserError`."""
+    """Print the estimate of a configuration, and draw the estimate if `request` has a plot file. Raises `UserError`."""
     plot = request.plot
     if plot is not None:
         require_plot(plot)
@@ -287,7 +287,7 @@ def show_estimate(config: Config, request: EstimateRequest) -> None:
 
 
 def require_files(config: Config) -> None:
-    """Check that the weights and data sets of a run exist. Raises `UserError`."""
+    """Check that the weight files and data sets of a configuration exist. Raises `UserError`."""
     from megatron_hetero.data.sources.patterns import require_matches
     from megatron_hetero.hf.model_files import weight_files
 

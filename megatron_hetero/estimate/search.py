@@ -1,11 +1,11 @@
 """Searches for settings with which a job fits into memory. Pure.
 
-Each change of `CHANGES` is estimated alone, then pairs of changes; then the same layouts on more ranks. The time of a
-step is that of its simulation, times a factor of the change for what the simulation does not see: kernels of smaller
-matrices, transfers, collectives.
+The search estimates each change of `CHANGES` alone, then pairs of changes, then the same layouts on more ranks. The
+time of a step is its simulated time, times a factor of the change for costs that the simulation does not include:
+kernels of smaller matrices, transfers, collectives.
 
-An entry of `CHANGES` is a function that yields the changes to try for an estimate, if any; their order matters only
-between changes of equal cost.
+An entry of `CHANGES` is a function that yields the changes to try for an estimate, if any; the order of entries matters
+only between changes of equal cost.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.names import TEXT
 
 Settings = Mapping[str, object]
-"""Values by dotted name, such as `{"modules.text.recompute": "full"}`; None for the default."""
+"""Values of settings by dotted name, such as `{"modules.text.recompute": "full"}`; None for the default."""
 
 
 def with_settings(config: Config, settings: Settings) -> Config:
-    """Return the configuration with these settings changed. Raises `UserError` where they conflict."""
+    """Return the configuration with these settings changed. Raises `UserError` if settings conflict."""
     return _changed(config, settings, Config)
 
 
 def _changed(node: Any, settings: Settings, kind: Any) -> Any:
-    """Return `node`, a section or a mapping, with settings changed; the empty name is `node` itself. `kind`: its type,
-    which gives the type of new entries of a mapping.
+    """Return a section or a mapping with settings changed; the empty name replaces `node` itself. `kind`: the type of
+    `node`, which determines the type of new entries of a mapping.
     """
     if "" in settings:
         return settings[""]
@@ -56,63 +56,63 @@ def _changed(node: Any, settings: Settings, kind: Any) -> Any:
 
 
 def flags_of(settings: Settings) -> str:
-    """Return the settings as flags of the command line."""
+    """Return the settings as command-line flags."""
     return " ".join(f"{flag_of(name)} {str(value).lower()}" for name, value in settings.items())
 
 
 SMALLER = 1.05
-"""Slowdown of halving micro-batches: smaller kernels, twice as many collectives."""
+"""Slowdown of halving the size of micro-batches: smaller kernels, and twice as many collectives."""
 DOUBLED = {"tp": 1 / (1 - 0.28), "pp": 1.06, "cp": 1.1}
-"""Slowdown of doubling this degree of the text module in place of dp. Throughput falls by 28 % with tp and by some 6 %
-with pp (Llama 3 70B, "Memory Tuning" in the documentation of Megatron Bridge; idle stages are in the simulation). The
+"""Slowdown of doubling a degree of the text module and halving dp. Throughput falls by 28 % with tp and by some 6 %
+with pp (Llama 3 70B, "Memory Tuning" in the documentation of Megatron Bridge; the simulation includes idle stages). The
 value for cp is a guess.
 """
 EXCHANGED = {True: 1.02, False: 1.1}
-"""Slowdown of doubling sp of an encoder in place of dp, with windows (few layers exchange tokens) and without: guesses.
-"""
+"""Slowdown of doubling sp and halving dp of an encoder with windows (True), where few layers exchange tokens, or
+without windows (False): guesses."""
 DISPATCHED = 1.05
-"""Slowdown of doubling the ranks over which experts are divided: a guess for ranks of one node."""
+"""Slowdown of doubling the number of ranks over which experts are divided: a guess for ranks of one node."""
 SPLIT, ROUNDED = 1.005, 1.01
-"""Slowdown of split masters, and of rounded moments or gradients. Rounding costs no time, but exact settings are
-preferred.
+"""Slowdown of split masters, and of rounded moments or gradients. Rounding takes no time; its factor makes the search
+prefer exact settings.
 """
 CHUNK = 8192
-"""Tokens of a chunk: enough for efficient matrix products."""
+"""Number of tokens in a chunk, large enough for efficient matrix products."""
 CALL = 16384
-"""Patches of a call of an encoder: enough for a GPU not to wait for its host."""
+"""Number of patches in a call of an encoder, large enough that the GPU does not wait for the host."""
 SELECTED = 1.03
 """Slowdown of recomputing norms and activation functions: a guess."""
 OFFLOADED = 1.02
-"""Slowdown of activation offloading concurrent with the computation, which shares memory and bus bandwidth: a guess.
-The simulation has copies that are longer than the computation.
+"""Slowdown of the computation by concurrent activation offloading, which uses memory and bus bandwidth: a guess. The
+simulation includes copies that take longer than the computation.
 """
 STREAMED = 1.3
 """Slowdown of streaming optimizer states from the host: a guess, for steps of some seconds."""
 REDUCED, GATHERED = 1.02, 1.1
-"""Slowdown of reducing gradients in each backward pass, and of gathering weights for each pass: guesses, for
+"""Slowdown of reducing gradients in each backward pass, and of gathering weights for each pass: guesses for
 micro-batches of some thousand tokens on one node.
 """
 
 
 @dataclass(frozen=True)
 class Change:
-    """Settings to change, and the slowdown of a step that the simulation does not see."""
+    """Settings to change. `unseen`: the factor by which a step is slower than its simulation."""
 
     settings: Settings
     unseen: float = 1.0
     rounds: bool = False
-    """Whether training changes by more than rounding."""
+    """Whether the change lowers the precision of training."""
 
 
 def split_activations(estimate: Estimate) -> Iterator[Change]:
-    """Split activations along the sequence over tp; traffic stays the same."""
+    """Yield changes that split a module's activations along the sequence over tp, which adds no traffic."""
     for name, layout in estimate.job.layouts.items():
         if layout.tp > 1 and not estimate.job.sequence_parallel[name]:
             yield Change({f"modules.{name}.sequence_parallel": True})
 
 
 def shorter_waves(estimate: Estimate) -> Iterator[Change]:
-    """Encode fewer micro-batches per wave; the pipeline drains more often."""
+    """Yield changes that encode fewer micro-batches per wave, so that the pipeline drains more often."""
     window = max((encoder.window for encoder in estimate.job.schedule.encoders if encoder.style == "waves"), default=1)
     while window > 1:
         window //= 2
@@ -120,21 +120,21 @@ def shorter_waves(estimate: Estimate) -> Iterator[Change]:
 
 
 def no_run_ahead(estimate: Estimate) -> Iterator[Change]:
-    """Do not let encoders on ranks of their own run ahead."""
+    """Yield the change that stops encoders on separate ranks from running ahead."""
     ahead = any(encoder.style == "ahead" for encoder in estimate.job.schedule.encoders)
     if ahead and estimate.job.config.schedule.run_ahead != 0:
         yield Change({"schedule.run_ahead": 0})
 
 
 def rows_alone(estimate: Estimate) -> Iterator[Change]:
-    """Save only the rows of encoders on shared ranks, and recompute their forward pass."""
+    """Yield the change that saves only the rows of encoders on shared ranks, and recomputes their forward pass."""
     if any(encoder.style == "waves" for encoder in estimate.job.schedule.encoders):
         waves = {"schedule.waves": None} if estimate.job.config.schedule.waves is not None else {}
         yield Change({"schedule.kind": "recompute", **waves})
 
 
 def recomputed_layers(estimate: Estimate) -> Iterator[Change]:
-    """Recompute layers, selectively or fully."""
+    """Yield changes that recompute a module's layers, selectively or fully."""
     for name in estimate.job.layouts:
         mode = estimate.job.modules[name].settings.recompute
         if mode == "none":
@@ -144,7 +144,7 @@ def recomputed_layers(estimate: Estimate) -> Iterator[Change]:
 
 
 def smaller_states(estimate: Estimate) -> Iterator[Change]:
-    """Store masters exactly, as a bfloat16 weight and 16 more bits; moments and gradients rounded to bfloat16."""
+    """Yield changes that split masters into a bfloat16 weight and 16 more bits, or store other states in bfloat16."""
     halves = estimate.job.dtype == torch.bfloat16
     masters = {"master": "split"} if halves else {}
     moments = {"moments": "bfloat16"} if estimate.job.optimizer.moments else {}
@@ -158,7 +158,7 @@ def smaller_states(estimate: Estimate) -> Iterator[Change]:
 
 
 def _states(estimate: Estimate, chosen: Settings, unseen: float, *, rounds: bool = False) -> Iterator[Change]:
-    """Apply `chosen` settings of precision to all trained modules in which they are fp32."""
+    """Yield the change that applies `chosen` precision settings to all trained modules where these are fp32."""
     settings = {
         f"modules.{name}.precision.{field}": value
         for name in _trained(estimate)
@@ -170,14 +170,14 @@ def _states(estimate: Estimate, chosen: Settings, unseen: float, *, rounds: bool
 
 
 def activations_on_the_host(estimate: Estimate) -> Iterator[Change]:
-    """Offload activations, concurrently with the computation."""
+    """Yield changes that offload a module's activations to the host, concurrently with the computation."""
     for name, module in estimate.job.modules.items():
         if module.passes_gradients and not module.settings.offload.activations:
             yield Change({f"modules.{name}.offload.activations": True}, OFFLOADED)
 
 
 def states_on_the_host(estimate: Estimate) -> Iterator[Change]:
-    """Offload optimizer states; updates wait for the bus."""
+    """Yield changes that offload optimizer states of one or all modules to the host; updates wait for the bus."""
     names = [name for name in _trained(estimate) if not estimate.job.modules[name].settings.offload.states]
     for chosen in dict.fromkeys((tuple(names[-1:]), tuple(names))):
         if chosen:
@@ -185,7 +185,7 @@ def states_on_the_host(estimate: Estimate) -> Iterator[Change]:
 
 
 def shared_gradients_and_weights(estimate: Estimate) -> Iterator[Change]:
-    """Shard gradients, or gradients and weights (ZeRO 2 and 3)."""
+    """Yield changes that shard a module's gradients, or its gradients and weights (ZeRO 2 and 3)."""
     trained = _trained(estimate)
     for name, layout in estimate.job.layouts.items():
         zero = estimate.job.modules[name].settings.zero if layout.ways("tokens", "samples") > 1 else 3
@@ -200,14 +200,14 @@ def _trained(estimate: Estimate) -> list[str]:
 
 
 def chunked_mlps(estimate: Estimate) -> Iterator[Change]:
-    """Run MLPs in chunks of tokens, and recompute their first product."""
+    """Yield changes that run a module's MLPs in chunks of tokens, and recompute the first product of the MLPs."""
     for name, module in estimate.job.modules.items():
         if not module.settings.chunk:
             yield Change({f"modules.{name}.chunk": CHUNK}, SMALLER)
 
 
 def several_calls(estimate: Estimate) -> Iterator[Change]:
-    """Encode a micro-batch in several calls, and repeat each in the backward pass."""
+    """Yield changes that encode a micro-batch in several calls, and repeat each call in the backward pass."""
     for name in estimate.job.shapes.encoders:
         patches = max((sum(shard.tokens for shard in work) for work in estimate.shards[name].shards), default=0)
         if patches > CALL and name not in estimate.job.patch_limits:
@@ -215,7 +215,7 @@ def several_calls(estimate: Estimate) -> Iterator[Change]:
 
 
 def smaller_micro_batches(estimate: Estimate) -> Iterator[Change]:
-    """Split the global batch into more, smaller micro-batches."""
+    """Yield changes that split the global batch into more, smaller micro-batches."""
     samples, budget = estimate.job.batch.samples, estimate.job.budget
     if budget is not None:
         longest = estimate.job.config.data.max_seq_length
@@ -228,20 +228,20 @@ def smaller_micro_batches(estimate: Estimate) -> Iterator[Change]:
 
 
 def images_over_more_ranks(estimate: Estimate) -> Iterator[Change]:
-    """Split each image over more ranks, with fewer replicas of the encoder."""
+    """Yield changes that split each image over more ranks, with fewer replicas of the encoder."""
     for name, shape in estimate.job.shapes.encoders.items():
         slowdown = EXCHANGED[any(layer.attention.windowed for layer in shape.architecture.layers)]
         yield from _over_more_ranks(estimate, name, "sp", slowdown)
 
 
 def text_over_more_ranks(estimate: Estimate) -> Iterator[Change]:
-    """Split the text module over more ranks, with fewer replicas."""
+    """Yield changes that split the text module over more ranks, with fewer replicas."""
     for axis, slowdown in DOUBLED.items():
         yield from _over_more_ranks(estimate, TEXT, axis, slowdown)
 
 
 def experts_over_more_ranks(estimate: Estimate) -> Iterator[Change]:
-    """Divide experts over more ranks, with fewer copies of each."""
+    """Yield changes that divide experts over more ranks, with fewer copies of each expert."""
     layout, mlps = estimate.job.layouts[TEXT], expert_mlps(estimate.job.shapes.text.architecture.layers)
     ranks, unseen = ranks_of_experts(layout), 1.0
     while mlps and layout.stage_size % (2 * ranks) == 0 and 2 * ranks <= mlps[0].experts:
@@ -250,7 +250,7 @@ def experts_over_more_ranks(estimate: Estimate) -> Iterator[Change]:
 
 
 def _over_more_ranks(estimate: Estimate, name: str, axis: str, slowdown: float) -> Iterator[Change]:
-    """Double one degree in place of dp, as often as possible; tp stays within a node."""
+    """Yield layouts in which one degree is doubled and dp halved, as often as possible; tp stays within a node."""
     layout, unseen = estimate.job.layouts[name], 1.0
     while layout.dp % 2 == 0 and (axis != "tp" or 2 * layout.tp <= NODE):
         layout = _with_degrees(layout, {"dp": layout.dp // 2, axis: 2 * layout.degrees[axis]})
@@ -259,8 +259,8 @@ def _over_more_ranks(estimate: Estimate, name: str, axis: str, slowdown: float) 
 
 
 def _with_degrees(layout: Layout, degrees: Mapping[str, int], ranks: tuple[int, ...] | None = None) -> Layout:
-    """Return the layout with other degrees of the main view. Degrees of further views are lowered to divisors of the
-    ranks of a stage.
+    """Return the layout with `degrees` of the main view replaced. Degrees of further views are lowered to divisors of
+    the number of ranks of a stage.
     """
     ranks, degrees = ranks or layout.ranks, {**layout.degrees, **degrees}
     size = len(ranks) // degrees["pp"]
@@ -285,29 +285,29 @@ CHANGES: tuple[Callable[[Estimate], Iterator[Change]], ...] = (
     experts_over_more_ranks,
     text_over_more_ranks,
 )
-"""All changes that the search tries."""
+"""The functions that yield all changes that the search tries."""
 
 SHOWN = 2
-"""Number of alternatives that the search returns."""
+"""Maximum number of alternatives that the search returns."""
 LEAST_TRIES, MAX_TRIES = 8, 60
 """Minimum and maximum number of estimates in a search."""
 EFFORT = 150_000
-"""Limit on the ranks and actions of all estimates of a search, some seconds' work."""
+"""Maximum total number of ranks and actions in all estimates of a search, which then takes some seconds."""
 OVERHEAD = 500
 """Fixed cost of an estimate, as a number of actions."""
 FACTORS = (2, 4)
-"""Factors by which larger worlds have more ranks."""
+"""Factors by which the search multiplies the number of ranks."""
 MAX_RANKS = 1024
-"""Ranks of the largest world that is tried."""
+"""Number of ranks of the largest world that the search tries."""
 SLACK = 1.02
-"""A pair of changes is estimated if the sum of their savings reaches this multiple of the limit."""
+"""A pair of changes is estimated if its predicted memory is at most this multiple of the limit."""
 CLOSEST = 3
-"""Number of pairs that are estimated if none should fit, to report the closest one."""
+"""Number of pairs that are estimated if no pair is predicted to fit, to report the closest pair."""
 
 
 @dataclass(frozen=True, eq=False)
 class Attempt:
-    """An estimate with changed settings. `slowdown`: the ratio of its step time to the step time without the change."""
+    """An estimate with changed settings. `slowdown`: its step time relative to the step time without the change."""
 
     change: Change
     estimate: Estimate
@@ -315,19 +315,19 @@ class Attempt:
 
     @property
     def needed(self) -> int:
-        """The maximum memory of a rank in bytes, allowance included."""
+        """The maximum device memory of a rank in bytes, allowance included."""
         return int(self.estimate.totals.max())
 
     @property
     def flags(self) -> str:
-        """The flags of the change."""
+        """The command-line flags of the change."""
         return flags_of(self.change.settings)
 
 
 @dataclass(frozen=True)
 class Fitting:
-    """Up to `SHOWN` attempts that fit, fastest first; if there are none, the closest attempt, and one that fits on more
-    ranks.
+    """The result of a search: up to `SHOWN` attempts that fit, fastest first, or else the `closest` attempt and a
+    `larger` attempt that fits on more ranks, if there are such attempts.
     """
 
     attempts: tuple[Attempt, ...] = ()
@@ -336,10 +336,10 @@ class Fitting:
 
 
 def find_fitting(estimate: Estimate, limit: int) -> Fitting:
-    """Find settings with which every rank needs at most `limit` bytes."""
+    """Return the result of a search for settings with which every rank needs at most `limit` bytes."""
     size = OVERHEAD + estimate.world_size + sum(len(role.actions) for role in estimate.job.schedule.roles)
     tries = max(LEAST_TRIES, min(MAX_TRIES, EFFORT // size))
-    # The first change of each entry before the second of any: not all may be tried.
+    # Try the first change of each entry before the second change of any entry, because the tries are limited.
     in_turn = zip_longest(*(entry(estimate) for entry in CHANGES))
     changes = [change for turn in in_turn for change in turn if change is not None][:tries]
     tried = [attempt for change in changes if (attempt := planned(estimate, change))]
@@ -359,7 +359,7 @@ def find_fitting(estimate: Estimate, limit: int) -> Fitting:
 
 
 def planned(base: Estimate, change: Change, world_size: int | None = None) -> Attempt | None:
-    """Return the estimate of `base` with a change; None if the configuration is invalid."""
+    """Return the attempt that applies a change to `base`; None if the configuration is then invalid."""
     try:
         config = with_settings(base.job.config, change.settings)
         estimate = Estimate.of(config, world_size or base.world_size, gpu=base.gpu)
@@ -369,7 +369,7 @@ def planned(base: Estimate, change: Change, world_size: int | None = None) -> At
 
 
 def _cheapest(attempts: Sequence[Attempt], limit: int) -> tuple[Attempt, ...]:
-    """Return the attempts that fit, fastest first, one for each set of settings."""
+    """Return up to `SHOWN` attempts that fit, fastest first, with at most one for each set of changed settings."""
     fitting = sorted((a for a in attempts if a.needed <= limit), key=lambda attempt: attempt.slowdown)
     chosen: dict[frozenset[str], Attempt] = {}
     for attempt in fitting:
@@ -378,8 +378,8 @@ def _cheapest(attempts: Sequence[Attempt], limit: int) -> tuple[Attempt, ...]:
 
 
 def _pairs(alone: Sequence[Attempt], estimate: Estimate, limit: int) -> list[Change]:
-    """Return pairs of changes of different settings that should fit, fastest first; if there are none, the pairs that
-    need the least memory.
+    """Return combined pairs of changes of different settings that are predicted to fit, fastest first; if no pair is,
+    the pairs that need the least memory.
     """
     pairs = [(a, b) for a, b in combinations(alone, 2) if not a.change.settings.keys() & b.change.settings.keys()]
     needed = [int((a.estimate.totals + b.estimate.totals - estimate.totals).max()) for a, b in pairs]
@@ -400,8 +400,8 @@ def _pairs(alone: Sequence[Attempt], estimate: Estimate, limit: int) -> list[Cha
 
 
 def _on_more_ranks(estimate: Estimate, closest: Attempt | None, limit: int) -> Attempt | None:
-    """Return an attempt that fits with the same layouts on more ranks, with the present settings or the closest change:
-    more replicas of encoders; more replicas, stages, or tp within a node for the text module.
+    """Return an attempt that fits on more ranks, with the present settings or with the closest change; None if no
+    attempt fits. Encoders get more replicas; the text module gets more replicas, more stages, or a larger tp on a node.
     """
     starts = [(Change({}), estimate), *([(closest.change, closest.estimate)] if closest else [])]
     for factor in FACTORS:
@@ -422,6 +422,6 @@ def _on_more_ranks(estimate: Estimate, closest: Attempt | None, limit: int) -> A
 
 
 def _grown(layout: Layout, factor: int, axis: str) -> Layout:
-    """Return the layout with one degree, and the ranks, multiplied by `factor`."""
+    """Return the layout with one degree and the number of ranks multiplied by `factor`."""
     ranks = tuple(rank * factor + i for rank in layout.ranks for i in range(factor))
     return _with_degrees(layout, {axis: factor * layout.degrees[axis]}, ranks)

@@ -1,7 +1,7 @@
-"""The assumed micro-batch of an estimate, and what each rank works on in it, by the partitioner that trains. Pure.
+"""Builds the assumed micro-batch of an estimate, and each rank's shards, with the partitioner of training. Pure.
 
-Every sample is the same, with square images of one size; a token budget is used up by more text. All replicas of the
-text module therefore have equal packs, and encoder replicas with pieces of equal sizes equal shards, which are computed
+All samples are equal, with square images of one size; more text fills up a token budget. All replicas of the text
+module therefore have equal packs, and encoder replicas with pieces of equal sizes have equal shards, which are computed
 once.
 """
 
@@ -28,18 +28,18 @@ from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.shapes import AssumedSample, ModelShapes, assumed_sample
 
 MAX_ROWS = 1 << 22
-"""Limit on the rows of a micro-batch over all replicas. Packs have at most twice as many tokens."""
+"""Maximum number of rows in a micro-batch over all replicas. A pack has at most twice as many tokens."""
 
 _ASSUMED = "plan.images, plan.image_side, plan.videos, plan.frames, plan.tokens"
-"""Settings of which a sample's size depends most."""
+"""The settings on which the size of a sample depends most."""
 
 
 @dataclass(frozen=True, eq=False)
 class AssumedBatch:
     """The micro-batch that all micro-batches of a step of `job` are assumed to equal.
 
-    `partitioner`: a run's, of which only what is the same on all ranks is used. `packs`: of the replicas of the text
-    module. `calls`: by module, the micro-batches of each call.
+    `partitioner`: the partitioner of rank 0, of which only results that are equal on all ranks are used. `packs`: the
+    pack of each replica of the text module. `calls`: by module, the micro-batches of each call.
     """
 
     job: JobSpec
@@ -50,7 +50,7 @@ class AssumedBatch:
 
     @classmethod
     def of(cls, job: JobSpec) -> AssumedBatch:
-        """Return the batch that section `plan` describes. Raises `UserError` where it is too large to count."""
+        """Return the batch that section `plan` describes. Raises `UserError` if the batch is too large to count."""
         shapes, batch = job.shapes, job.batch
         plan = job.config.plan if job.budget is None else _filling(job.config.plan, shapes, batch, job.budget)
         sample = assumed_sample(plan, shapes)
@@ -70,38 +70,38 @@ class AssumedBatch:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each sample of a pack."""
+        """The number of tokens of each sample in a pack."""
         return self.packs[0].lengths
 
     @property
     def predicts(self) -> np.ndarray:
-        """Whether each token of a pack has a label, bool [tokens]: the label is the token that follows."""
+        """Whether each token of a pack has a label, which is the next token: bool [tokens]."""
         labels = np.zeros((len(self.lengths), self.sample.tokens), bool)
         labels[:, self.sample.tokens - 1 - self.sample.supervised : -1] = True
         return labels.ravel()
 
     def sizes_of_calls(self, module: str) -> tuple[int, ...]:
-        """Return the distinct numbers of micro-batches per call, largest first."""
+        """Return the distinct numbers of micro-batches in a call of `module`, largest first."""
         return tuple(sorted({len(call) for call in self.calls[module]}, reverse=True))
 
-    # Shards have an entry for each row. Those of the last batch alone are stored, as a search holds many batches.
+    # Shards have an entry for each row. Only shards of the last batch are cached, because a search has many batches.
     @lru_cache(maxsize=1)  # noqa: B019
     def token_shards(self) -> TokenShards:
-        """Return the packs of a micro-batch, cut over the ranks of the text module."""
+        """Return the shards of a micro-batch's packs on the ranks of the text module."""
         return self.partitioner.token_shards(self.packs)
 
     @lru_cache(maxsize=4)  # noqa: B019
     def encoder_shards(self, encoder: str, micro_batches: int) -> EncoderShards:
-        """Return the pieces of a call of `micro_batches`, cut over the ranks of an encoder."""
+        """Return the shards of the images in a call of `micro_batches` on the ranks of an encoder."""
         return self.partitioner.encoder_shards(encoder, [self.packs] * micro_batches)
 
     def sides(self, edge: Edge, micro_batches: int) -> list[tuple[Ownership, Ownership]]:
-        """Return source and destination ownership of the rows of an edge, for each micro-batch of a call."""
+        """Return the source and destination ownership of an edge's rows, for each micro-batch of a call."""
         return sides(edge, self.encoder_shards(edge.source, micro_batches), [self.token_shards()] * micro_batches)
 
 
 def _pack(sample: AssumedSample, samples: int) -> PackMetadata:
-    """Return a pack of `samples` equal samples."""
+    """Return the metadata of a pack of `samples` samples, all equal to `sample`."""
     starts = sample.tokens * np.arange(samples)[:, None]
     return PackMetadata(
         lengths=(sample.tokens,) * samples,
@@ -112,7 +112,7 @@ def _pack(sample: AssumedSample, samples: int) -> PackMetadata:
 
 
 def _filling(plan: EstimateConfig, shapes: ModelShapes, batch: BatchShape, budget: Budget) -> EstimateConfig:
-    """Return `plan` with samples that fill a micro-batch. Raises `UserError` where one sample is larger."""
+    """Return `plan` with samples that fill a micro-batch. Raises `UserError` if one sample exceeds the budget."""
     sample = assumed_sample(plan, shapes)
     patches = max(_pack(sample, 1).patches(shapes.encoders))
     limits = {"tokens": (sample.tokens, budget.tokens), "patches": (patches, budget.patches)}
@@ -129,24 +129,24 @@ def _filling(plan: EstimateConfig, shapes: ModelShapes, batch: BatchShape, budge
 
 
 Work = tuple[SequenceShard, ...]
-"""What one rank of a module works on in a call of one or more micro-batches: the shard of each chunk."""
+"""The work of one rank of a module in a call of one or more micro-batches: the shard of each chunk."""
 
 
 @dataclass(frozen=True, eq=False)
 class ModuleShards:
-    """The distinct work of a module's ranks, and the index of each rank's, in layout order. Empty for idle modules."""
+    """The distinct `shards` of a module, none if it is idle, and the index of each rank's shards in layout order."""
 
     shards: tuple[Work, ...]
     of_rank: np.ndarray
 
     @property
     def used(self) -> bool:
-        """Whether the module has any work."""
+        """Whether any rank of the module has work in the micro-batch."""
         return len(self.shards) > 0
 
 
 def text_shards(assumed: AssumedBatch) -> ModuleShards:
-    """Return the shards of the text module."""
+    """Return the work of the text module's ranks in a micro-batch."""
     shards, predicts = assumed.token_shards(), assumed.predicts
 
     def work_of(rank: int) -> Work:
@@ -157,7 +157,7 @@ def text_shards(assumed: AssumedBatch) -> ModuleShards:
 
 
 def encoder_shards(assumed: AssumedBatch, encoder: str, micro_batches: int) -> ModuleShards:
-    """Return the shards of an encoder in a call of `micro_batches`."""
+    """Return the work of an encoder's ranks in a call of `micro_batches`."""
     shards = assumed.encoder_shards(encoder, micro_batches)
     if not shards.sizes:
         return ModuleShards((), np.full(shards.layout.size, -1))
@@ -166,21 +166,21 @@ def encoder_shards(assumed: AssumedBatch, encoder: str, micro_batches: int) -> M
 
 
 def _distinct(layout: Layout, replicas: Sequence[Hashable], work_of: Callable[[int], Work]) -> ModuleShards:
-    """Compute the work of the ranks of one of each kind of `replicas`. `work_of`: returns the work of a rank."""
+    """Return the work of all ranks; `work_of(rank)` is called for only one replica of each kind in `replicas`."""
     numbers, numbers_by_kind = dict[Work, int](), dict[Hashable, list[int]]()
     for replica, kind in enumerate(replicas):
         if kind not in numbers_by_kind:
             ranks = layout.group_of(layout.rank_at(dp=replica), *axes_of("tokens"))
             works = [tuple(_measured_as(shard, layout) for shard in work_of(rank)) for rank in ranks]
             numbers_by_kind[kind] = [numbers.setdefault(work, len(numbers)) for work in works]
-    # Of the ranks of a stage, tp, sp, cp vary fastest, then dp, then pp.
+    # In the order of ranks tp, sp and cp vary fastest, then dp, then pp.
     of_stage = np.repeat([numbers_by_kind[kind] for kind in replicas], layout.tp)
     return ModuleShards(tuple(numbers), np.tile(of_stage, layout.pp))
 
 
 def _measured_as(shard: SequenceShard, layout: Layout) -> SequenceShard:
-    """Return the shard of a rank that works on as much, but is the first of its groups: the second sp member has all
-    other tokens. Memory depends neither on a rank's place in its groups nor on indices, which are dropped.
+    """Return an equivalent shard of the first rank of its groups: the second sp member has all other tokens. Memory
+    depends neither on the rank's position in its groups nor on indices, which are dropped.
     """
     keys = sum(shard.segments.keys)
     return replace(

@@ -1,7 +1,7 @@
-"""Rows that each rank sends, receives and stages in the crossings of a step. Pure.
+"""Counts the rows that each rank sends, receives and stages in the crossings of a step. Pure.
 
-`BoundaryPlan.rank` takes milliseconds per rank, minutes for ten thousand ranks. Here the routes of all rows are
-computed once and counted by rank.
+`BoundaryPlan.rank` takes milliseconds per rank, and minutes for ten thousand ranks. This module computes the routes of
+all rows once and counts them by rank.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megatron_hetero.layout.graph import Edge
 
 @dataclass(frozen=True, eq=False)
 class DirectionTraffic:
-    """One direction of a crossing, as numbers of rows by rank.
+    """The numbers of rows of each rank in one direction of a crossing.
 
-    `held`, `needed`, `kept`: rows that leave, arrive and stay, int64 [ranks]. `sent`, `received`: rows exchanged with
-    other ranks in each phase, int64 [phases, ranks]. `messages`: the number of pairs of ranks that exchange rows, over
-    all phases: the messages of a point-to-point exchange.
+    `held`, `needed`, `kept`: rows that a rank holds, needs, and both holds and needs, int64 [ranks]. `sent`,
+    `received`: rows exchanged with other ranks in each phase, int64 [phases, ranks]. `messages`: the number of messages
+    of a point-to-point exchange, one for each pair of ranks that exchange rows in a phase.
     """
 
     ranks: np.ndarray
@@ -38,8 +38,8 @@ class DirectionTraffic:
     messages: int
 
     def staging(self, row_bytes: int, rounded: bool) -> np.ndarray:
-        """Return the peak bytes of buffers on each rank: for the rows of an exchange and those that stay, and for all
-        rows where the wire has a dtype of its own (`rounded`).
+        """Return the peak bytes of buffers on each rank: for rows in exchange and rows that stay on the rank, and for
+        copies of all rows if they are rounded to another dtype in transit (`rounded`).
         """
         exchanged = _buffer_bytes(row_bytes, self.sent) + _buffer_bytes(row_bytes, self.received)
         staged = _buffer_bytes(row_bytes, self.kept) + exchanged.max(axis=0, initial=0)
@@ -49,13 +49,13 @@ class DirectionTraffic:
 
 
 def _buffer_bytes(row_bytes: int, rows: np.ndarray) -> np.ndarray:
-    """Return the bytes of buffers for `rows`, rounded up to powers of two."""
+    """Return the bytes of a buffer for each of `rows`, rounded up to powers of two."""
     sizes = row_bytes * rows
     return np.where(sizes > 0, 1 << np.ceil(np.log2(np.maximum(sizes, 1))).astype(np.int64), 0)
 
 
 def traffic_of(plan: BoundaryPlan) -> dict[str, DirectionTraffic]:
-    """Return the traffic of both directions of a plan."""
+    """Return the traffic of a boundary plan, by direction."""
     ranks = np.array(plan.ranks, np.int64)
     return {name: _direction_traffic(direction, ranks) for name, direction in plan.directions.items()}
 
@@ -79,17 +79,17 @@ def _direction_traffic(direction: Redistribution, ranks: np.ndarray) -> Directio
 
 
 def _counts(members: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-    """Return how often each rank is in `members`."""
+    """Return how many times each of `ranks` occurs in `members`."""
     return np.bincount(np.searchsorted(ranks, members), minlength=len(ranks))
 
 
 @dataclass(frozen=True, eq=False)
 class BoundaryTraffic:
-    """Traffic along an edge in a step.
+    """The traffic along an edge in a step.
 
-    `crossings`: the distinct ones, by direction; those of one call differ, because ranks hold other rows of each
-    micro-batch. `numbers`: for each micro-batch, the index of its crossing. `outputs`: the number of encoder outputs
-    that cross side by side. `row_bytes`: bytes of a row of all of them on the wire.
+    `crossings`: the distinct crossings, by direction; micro-batches of one call have distinct crossings, because ranks
+    hold different rows of each. `numbers`: for each micro-batch, the index of its crossing. `outputs`: the number of
+    encoder outputs in one message. `row_bytes`: the bytes of a row of all outputs in transit.
     """
 
     edge: Edge
@@ -101,7 +101,7 @@ class BoundaryTraffic:
 
     @classmethod
     def of(cls, assumed: AssumedBatch, edge: Edge) -> BoundaryTraffic:
-        """Count the traffic along an edge. Crossings of calls of the same size are equal."""
+        """Return the traffic along an edge. It is counted once for all calls with equal numbers of micro-batches."""
         job = assumed.job
         outputs, returns = len(job.edges[edge]), job.schedule.module[edge.source].backward
         first_by_size, plans, numbers = dict[int, int](), list[BoundaryPlan](), list[int]()
@@ -119,15 +119,15 @@ class BoundaryTraffic:
 
     @property
     def directions(self) -> tuple[str, ...]:
-        """The directions with traffic: `forward`, and `backward` where gradients return."""
+        """The directions with traffic: `forward`, and `backward` if gradients are sent back."""
         return tuple(self.crossings[0])
 
     @property
     def ranks(self) -> np.ndarray:
-        """The ranks that take part, int64."""
+        """The ranks on either side of the edge, int64 [ranks]."""
         return self.crossings[0]["forward"].ranks
 
     def in_step(self, direction: str, count: Callable[[DirectionTraffic], Any]) -> Any:
-        """Sum `count(crossing)` over the micro-batches of a step."""
+        """Return the sum of `count(crossing)` over the micro-batches of a step, in one direction."""
         times = Counter(self.numbers)
         return sum(n * count(self.crossings[number][direction]) for number, n in times.items())

@@ -1,7 +1,7 @@
-"""Work whose outcome all ranks must know, and facts that must be the same on all ranks.
+"""Functions that share the outcome of work with all ranks, or check that facts are the same on all ranks.
 
-Each function begins with `meet`: if ranks make different calls on a group, they get an error that names both calls.
-Their collectives would otherwise receive each other's values.
+Each function begins with `meet`: if ranks make different calls on a group, they raise an error that names both calls.
+Otherwise their collectives would receive each other's values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_hetero.base.errors import SharedError, UserError, main_place
 T = TypeVar("T")
 R = TypeVar("R")
 FIRST = 0
-"""The rank that does work for all."""
+"""The rank that does work for all ranks of a group."""
 Working = Callable[[], AbstractContextManager[None]]
 """A context for work of one rank that others wait for: see `Watchdog.working`."""
 Watched = Callable[[Callable[[], str]], AbstractContextManager[None]]
@@ -35,7 +35,7 @@ _LOWEST = torch.iinfo(torch.int64).min
 
 
 def meet(group: dist.ProcessGroup, call: str, numbers: Sequence[int] = ()) -> list[int]:
-    """The maximum over the ranks of a group of each of up to `_NUMBERS` numbers, by one small all-reduce of a fixed
+    """Return the maximum over a group's ranks of each of up to `_NUMBERS` numbers, by one small all-reduce of a fixed
     size. Raises `SharedError` if another rank makes another `call`.
     """
     tag = zlib.crc32(call.encode())
@@ -57,8 +57,8 @@ def meet(group: dist.ProcessGroup, call: str, numbers: Sequence[int] = ()) -> li
 
 
 def on_every(group: dist.ProcessGroup | None, work: Callable[[], T], working: Working = nullcontext) -> list[T]:
-    """The results of `work` on all ranks, by rank. The first `UserError` is raised on every rank, as a `SharedError`.
-    Without a group, this process is the only rank.
+    """Do `work` on all ranks and return all results, by rank. The first `UserError` is raised on every rank, as a
+    `SharedError`. Without a group, this process is the only rank.
     """
     if group is None:
         return [work()]
@@ -73,8 +73,8 @@ def on_every(group: dist.ProcessGroup | None, work: Callable[[], T], working: Wo
 
 
 def on_first(group: dist.ProcessGroup | None, work: Callable[[], T], working: Working = nullcontext) -> T:
-    """The result of `work`, which the first rank alone does. Its `UserError` is raised on every rank, as a
-    `SharedError`. Without a group, this process is the only rank.
+    """Do `work` on the first rank alone and return its result on every rank. Its `UserError` is raised on every rank,
+    as a `SharedError`. Without a group, this process is the only rank.
     """
     if group is None:
         return work()
@@ -90,7 +90,7 @@ def on_first(group: dist.ProcessGroup | None, work: Callable[[], T], working: Wo
 def on_first_of_all(
     group: dist.ProcessGroup | None, work: Callable[[], T], then: Callable[[list[T]], R], working: Working = nullcontext
 ) -> R:
-    """The result of `then` on the first rank, which alone receives the results of `work` on all ranks, by rank. The
+    """Do `work` on all ranks, call `then` with all results on the first rank, and return its result on every rank. The
     first `UserError` is raised on every rank, as a `SharedError`. Without a group, this process is the only rank.
     """
     if group is None:
@@ -108,9 +108,9 @@ def on_first_of_all(
 
 
 def all_or_none(group: dist.ProcessGroup, work: Callable[[], T], working: Working = nullcontext) -> T:
-    """The result of `work` on this rank, once it has succeeded on all. The first `UserError` is raised on every rank;
-    success costs one small all-reduce. `work` may communicate, provided that either all ranks that take part raise or
-    none.
+    """Return the result of `work` on this rank once it has succeeded on all ranks. The first `UserError` is raised on
+    every rank; success costs one small all-reduce. `work` may communicate, provided that either all or none of the
+    communicating ranks raise.
     """
     result: Any
     result, problem = _attempt(work, working)
@@ -139,13 +139,13 @@ def require_equal(group: dist.ProcessGroup, where: str, facts: Facts, fix: str) 
 
 
 def require_same(group: dist.ProcessGroup | None, where: str, facts: Facts, fix: str, because: str = "") -> None:
-    """Check that facts are the same on all ranks of a group of any device. Raises `SharedError`."""
+    """Check that facts are the same on all ranks of a host or device group. Raises `SharedError`."""
     if facts_by_rank := differing_facts(group, where, facts):
         require_same_facts(where, facts_by_rank, dist.get_process_group_ranks(group), fix, because)
 
 
 def differing_facts(group: dist.ProcessGroup | None, where: str, facts: Facts) -> list[Facts]:
-    """The facts of all ranks, by rank; empty if they are equal. They are exchanged only if their digests differ."""
+    """Return the facts of all ranks by rank, or an empty list if the digests of facts are equal on all ranks."""
     digest = zlib.crc32(repr(list(facts.items())).encode())
     high, low = (digest, -digest) if group is None else meet(group, where, [digest, -digest])
     return on_every(group, lambda: facts) if high != -low else []
@@ -159,10 +159,10 @@ def require_same_facts(
     because: str = "",
     absent: str | None = "nothing",
 ) -> None:
-    """Check that each fact is the same on all `ranks`, whose facts are `facts_by_rank`. `absent` stands for a missing
-    fact. Raises `SharedError` with the first fact that differs and two of its values.
+    """Check that each fact is the same on all `ranks`, whose facts are `facts_by_rank`. `absent`: value of a missing
+    fact; None excludes it. Raises `SharedError` with the first fact that differs and two of its values.
     """
-    kinds: dict[tuple[tuple[str, str | None], ...], int] = {}  # The first rank with these facts.
+    kinds: dict[tuple[tuple[str, str | None], ...], int] = {}  # The first rank with each set of facts.
     for rank, facts in zip(ranks, facts_by_rank, strict=True):
         kinds.setdefault(tuple(facts.items()), rank)
     distinct = [(rank, dict(facts)) for facts, rank in kinds.items()]
@@ -184,7 +184,7 @@ def _attempt(work: Callable[[], T], working: Working) -> tuple[T | None, str | N
 
 
 def _call(kind: Callable[..., Any], work: Callable[..., Any]) -> str:
-    """The name of a call: the function in which `work` is defined, and the step in it."""
+    """Return the name of a call: the function in which `work` is defined, and the step in this function."""
     return f"{getattr(work, '__qualname__', type(work).__name__)}{_LOCALS}.{kind.__name__}"
 
 

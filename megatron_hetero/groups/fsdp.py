@@ -13,15 +13,15 @@ from torch import nn
 
 
 def fsdp_groups(module: nn.Module) -> list[Any]:
-    """FSDP2's parameter groups of `module`; submodules that are sharded separately have others."""
+    """Return FSDP2's parameter groups of `module`, without groups of separately sharded submodules."""
     state: Any = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None  # pyright: ignore[reportCallIssue]
-    # PyTorch 2.12 and earlier have one group in each module.
+    # PyTorch 2.12 and earlier have one group per module.
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     return [group for group in groups if group is not None]
 
 
 def has_reduced(module: nn.Module) -> bool:
-    """Whether FSDP2 has reduced all gradients of `module`."""
+    """Return whether FSDP2 has reduced all gradients of `module`."""
     groups = fsdp_groups(module)
     parameters = [each for group in groups for each in group.fsdp_params]
     pending = [each.unsharded_accumulated_grad for each in parameters]
@@ -42,7 +42,7 @@ def reduce_unused(module: Any) -> None:
     if hasattr(module, "set_reduce_scatter_unused_params"):
         module.set_reduce_scatter_unused_params(True, recurse=False)
         return
-    for group in fsdp_groups(module):  # PyTorch 2.12 and earlier skip such parameters.
+    for group in fsdp_groups(module):  # PyTorch 2.12 and earlier skip parameters without gradients.
         group.post_backward = partial(_with_zeros, group, group.post_backward)
 
 
@@ -55,5 +55,5 @@ def _with_zeros(group: Any, post_backward: Callable[..., None], *args: Any) -> N
 
 
 def fsdp_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """FSDP2's parameters of `module`, in the order in which their gradients are communicated."""
+    """Return FSDP2's parameters of `module`, in the order in which their gradients are communicated."""
     return [each.sharded_param for group in fsdp_groups(module) for each in group.fsdp_params]

@@ -3,7 +3,7 @@
 Ranks find each other in a store that rank 0 or torchrun serves. Rank 0 waits for all others and reports missing ones.
 
 However a run ends, one rank reports why and all ranks exit: a rank that fails exits without waiting for others, and
-torchrun ends those.
+torchrun ends the others.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron_hetero.base.errors import UserError, main_place, place
 from megatron_hetero.base.terminal import prepare_outputs
 from megatron_hetero.layout.grammar import format_ranks
 
-# torch is imported where it is needed: until a program has set its signal handlers, a signal ends it at once.
+# Functions import torch when they need it: until a program has set its signal handlers, a signal ends it at once.
 if TYPE_CHECKING:
     import torch.distributed as dist
 
@@ -50,21 +50,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FAILED = 70
-"""Exit status of a rank that failed for a reason that may be gone at the next start (EX_SOFTWARE)."""
+"""Exit status of a rank that failed for a reason that may not recur at the next start (EX_SOFTWARE)."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
 STOPPED_FILE = "MEGATRON_HETERO_STOPPED_FILE"
-"""Environment variable with the file that a rank creates to inform our launcher that it stopped on request."""
+"""Environment variable with the path of a file that a rank creates to inform our launcher of a requested stop."""
 _MAX_SILENT_S = 15.0
-"""Maximum silent wait for others, in seconds."""
+"""Maximum seconds of waiting for other ranks or hosts before the first report."""
 _MAX_POLL_S = 0.25
 _MAX_REPORT_S = 2.0
 """Time-out in seconds of a call to a store that may be gone."""
 _LINGERING_S = 1.0
 _OTHERS_S = 2.0
-"""Seconds that other ranks give rank 0 to report an error of all ranks."""
+"""Seconds that other ranks wait for rank 0 to report an error that all ranks have."""
 _LOST_PEER_S = 10.0
-"""Seconds that a rank that lost another one gives that one to report why."""
+"""Seconds that a rank waits for a lost rank to report the cause."""
 _PR_SET_PDEATHSIG = 1
 _DROPPED_S = 0.2
 _LOST_PEER = (
@@ -72,8 +72,8 @@ _LOST_PEER = (
     "Connection reset",
     "Broken pipe",
     "Socket closed",
-    "Connection was likely closed",  # by the store
-    # NCCL: c10d/NCCLUtils.cpp, and ncclGetErrorString. ncclSystemError may have a cause on this rank.
+    "Connection was likely closed",  # The store raises this.
+    # NCCL's messages in c10d/NCCLUtils.cpp and ncclGetErrorString, except ncclSystemError, whose cause may be local.
     "NCCL communicator was aborted",
     "ncclRemoteError",
     "remote process exited or there was a network error",
@@ -85,7 +85,7 @@ _LOST_PEER = (
 
 @contextlib.contextmanager
 def process_group(timeout_s: float = 300.0, start_s: float = 1800.0) -> Iterator[Platform]:
-    """Yield the platform of this process; inside, the default process group exists.
+    """Initialise the default process group for the context, and yield the platform of this process.
 
     Args:
         timeout_s: time-out of the watchdog in seconds; process groups have a longer one (`group_timeout`).
@@ -114,37 +114,37 @@ def process_group(timeout_s: float = 300.0, start_s: float = 1800.0) -> Iterator
     except BaseException as error:
         if peers is not None:
             how = f" by {type(error).__name__}{place(reversed([*traceback.walk_tb(error.__traceback__)]))}"
-            with contextlib.suppress(Exception):  # The store may be gone, or on a host that has stopped.
+            with contextlib.suppress(Exception):  # The store may be unreachable.
                 in_background(partial(peers.fail, how), "the end").result(_MAX_REPORT_S)
         raise
-    # Only after success: a group that lost a member may hang when it is destroyed, and `guarded` exits without that.
-    if peers is not None:  # Not by a collective, which would pair with one of a rank that still works.
+    # Destroy the group only after success: without all members this may hang, and `guarded` exits without it.
+    if peers is not None:  # A collective could pair with another rank's unrelated collective.
         peers.leave(f" `process_group`{main_place()}", timeout.total_seconds())
     dist.barrier()
     dist.destroy_process_group()
-    # gloo's threads free the tensors of the last collectives: while the interpreter ends, that would abort it.
+    # gloo's threads free the tensors of the last collectives; if the interpreter ends meanwhile, the process aborts.
     time.sleep(_DROPPED_S)
 
 
 def meet(timeout_s: float) -> dist.Store:
-    """The store of all ranks, once they have joined. Raises `UserError` if one does not within `timeout_s`."""
+    """Return the store of all ranks once they have joined. Raises `UserError` if one does not within `timeout_s`."""
     import torch.distributed as dist
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # torchrun on the first host may serve the store.
     serves = rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = connect(address, port, "MASTER_ADDR and MASTER_PORT", serves=serves, timeout_s=timeout_s)
-    # As in torch: plain torchrun keeps its store when it restarts the ranks.
+    # Use a new prefix for each attempt, as torch does: torchrun keeps its store when it restarts the ranks.
     store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     join(store, "rank", rank(), world_size(), timeout_s)
     return store
 
 
 def connect(address: str, port: int, setting: str, *, serves: bool, timeout_s: float) -> dist.TCPStore:
-    """The store at an address that `setting` names, served by this process or another. Raises `UserError`."""
+    """Connect to the store at an address, or serve it there. Raises `UserError`, which quotes the `setting`."""
     from torch.distributed import TCPStore
 
-    # Wait here, since torch prints a stack trace of each attempt.
+    # Wait here, since torch prints a stack trace for each failed attempt.
     ready = (lambda: resolves(address)) if serves else (lambda: _listens(address, port))
     _wait(
         ready,
@@ -161,7 +161,7 @@ def connect(address: str, port: int, setting: str, *, serves: bool, timeout_s: f
 
 
 def join(store: dist.Store, what: str, number: int, size: int, timeout_s: float) -> None:
-    """Wait until all `size` hosts or ranks have called this. Raises `UserError`; number 0 names missing ones."""
+    """Wait until all `size` hosts or ranks have joined; number 0 reports missing ones. Raises `UserError`."""
     store.set(f"{what} {number} joined", "")
     if number == 0:
         missing = set(range(1, size))
@@ -178,7 +178,7 @@ def join(store: dist.Store, what: str, number: int, size: int, timeout_s: float)
 
 
 def _wait(done: Callable[[], bool], missing: Callable[[], str], timeout_s: float, *, reports: bool = True) -> None:
-    """Wait until `done`. Prints what is `missing` at growing intervals. Raises `UserError` after the time-out."""
+    """Wait until `done()`, and print what is `missing` at growing intervals. Raises `UserError` after the time-out."""
     start, next_report_s, pause_s = time.monotonic(), min(_MAX_SILENT_S, timeout_s / 4), 0.01
     while not done():
         waited = time.monotonic() - start
@@ -194,7 +194,7 @@ def _wait(done: Callable[[], bool], missing: Callable[[], str], timeout_s: float
 
 
 def _listens(address: str, port: int) -> bool:
-    """Whether a process listens on a port."""
+    """Return whether a process listens on a port."""
     with contextlib.suppress(OSError, UnicodeError), socket.create_connection((address, port), timeout=5.0):
         return True
     return False
@@ -221,7 +221,7 @@ def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
 
 
 def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
-    """Run `main`. Ends the process if that fails."""
+    """Run `main`, and end the process if it raises an error."""
     try:
         require_ranks()
         main(argv)
@@ -246,15 +246,15 @@ def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
 
 
 def hide_stack_traces() -> None:
-    """Have torch's C++ code log errors only: its warnings have a stack trace for each connection that closes. Call it
-    before torch is imported; child processes inherit it, and `TORCH_CPP_LOG_LEVEL=WARNING` overrides it.
+    """Have torch's C++ code log errors only: its warnings have a stack trace for each connection that closes. Call this
+    before torch is imported. Child processes inherit the level, and `TORCH_CPP_LOG_LEVEL=WARNING` overrides it.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def ended(work: Callable[[], str | None]) -> int:
-    """Run the work of a command that is not a rank, and print the text that it returns. Returns the exit status: 1 for
-    a `UserError`, 130 for Ctrl-C.
+    """Run the work of a command that is not a rank, and print the text that it returns. Returns the exit status: 0 on
+    success, 1 for a `UserError`, 130 for Ctrl-C.
     """
     prepare_outputs()
     try:
@@ -270,12 +270,12 @@ def ended(work: Callable[[], str | None]) -> int:
 
 
 def _is_first(error: str, patience_s: float) -> bool:
-    """Whether this rank reports an error, which all ranks may have. It gives another one `patience_s` to do so, and
-    torchrun to end the others. Without torchrun, the store records what has been reported.
+    """Return whether this rank is to report an error that all ranks may have. Waits up to `patience_s`, plus a delay
+    that differs between ranks, for another rank to report it first. The store records reported errors.
     """
     patience_s += 0.5 * (rank() % 16)
     end, is_first = time.monotonic() + patience_s, True
-    with contextlib.suppress(Exception):  # There is no store yet, or no more.
+    with contextlib.suppress(Exception):  # The store may not exist yet, or no longer.
         if "torch" in sys.modules and world_size() > 1:
             from megatron_hetero.groups.peers import Peers
 
@@ -302,7 +302,7 @@ def _end_with_torchrun() -> None:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error only means that another rank is gone."""
+    """Return whether an error only means that another rank is gone."""
     return any(sign in str(error) for sign in _LOST_PEER)
 
 
@@ -318,9 +318,9 @@ def note_stop() -> None:
 
 
 def _leave_well() -> NoReturn:
-    """Exit with status 0 after other threads and exit handlers, without finalizing the interpreter: a thread of gloo's
-    that frees the tensors of the last collective meanwhile would abort the process, with "terminate called without an
-    active exception" (https://github.com/pytorch/pytorch/issues/190489).
+    """Wait for other threads, run exit handlers, and exit with status 0 without finalizing the interpreter: during
+    that, a gloo thread that frees tensors of the last collective would abort the process with "terminate called
+    without an active exception" (https://github.com/pytorch/pytorch/issues/190489).
     """
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
     atexit._run_exitfuncs()
@@ -331,7 +331,7 @@ def leave(message: str, status: int) -> NoReturn:
     """Print `message` and exit without waiting for threads or other ranks."""
     if status:
         _write_error_file(message)
-    with contextlib.suppress(OSError, ValueError, RuntimeError):  # If nothing can be printed, the status remains.
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # The exit status remains if printing fails.
         if message:
             print(message, file=sys.stderr)
         sys.stderr.flush()
@@ -351,7 +351,7 @@ def _write_error_file(message: str) -> None:
 
 
 def in_background(work: Callable[[], T], name: str) -> Future[T]:
-    """The result of `work`, computed on a thread for which the process does not wait at exit."""
+    """Run `work` on a thread for which the process does not wait at exit. Returns a future of the result."""
     outcome: Future[T] = Future()
 
     def run() -> None:

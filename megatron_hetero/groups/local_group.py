@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class LocalGroup(dist.ProcessGroup):
-    """A group of the given `ranks`, ascending, on `rank`, without a communicator.
+    """A process group of the given `ranks` (ascending) on the rank `rank`, without a communicator.
 
     In a group of one rank collectives copy their input to their output; in a larger one they raise `RuntimeError`.
     Tensors may be on any device.
@@ -26,7 +26,7 @@ class LocalGroup(dist.ProcessGroup):
         registry = dist.distributed_c10d._world
         registry.pg_group_ranks[self] = {member: at for at, member in enumerate(ranks)}
         registry.pg_map[self] = self.getBackendName(), None  # pyright: ignore[reportArgumentType]
-        registry.pg_backend_config[self] = self.getBackendName()  # A profiler lists it for every group.
+        registry.pg_backend_config[self] = self.getBackendName()  # Profilers list the backend of every group.
 
     @property
     def group_name(self) -> Any:
@@ -36,12 +36,12 @@ class LocalGroup(dist.ProcessGroup):
     def register(self) -> None:
         """Register the group with PyTorch under its name."""
         dist.distributed_c10d._world.pg_names[self] = self.group_name
-        # A group of the same ranks may be registered already, and serves as well.
+        # A group of the same ranks may be registered already, and serves the same purpose.
         with contextlib.suppress(RuntimeError):
             dist.distributed_c10d._register_process_group(self.group_name, self)
 
     def getBackendName(self) -> str:
-        """The name of the backend."""
+        """Return the name of the backend."""
         return "local"
 
     def _copied(self, outputs: list[Tensor], tensors: list[Tensor]) -> dist.Work:
@@ -63,7 +63,7 @@ class LocalGroup(dist.ProcessGroup):
         return self._copied([output], [tensor])
 
     def _in_lists(self, outputs: list[Any], tensors: list[Any], *_: Any, **options: Any) -> dist.Work:
-        """Collectives in which outputs or inputs are lists with a tensor for each rank."""
+        """Run a collective in which outputs or inputs are lists with a tensor for each rank."""
         local = [[each[0] if isinstance(each, list) else each for each in side] for side in (outputs, tensors)]
         return self._copied(*local)
 
@@ -71,13 +71,13 @@ class LocalGroup(dist.ProcessGroup):
     allgather = gather = scatter = reduce_scatter = alltoall = _in_lists
     all_gather_single = reduce_scatter_single = all_to_all_single = _into_one
     all_gather_single_coalesced = reduce_scatter_single_coalesced = _in_lists
-    # Names in PyTorch 2.12 and earlier.
+    # PyTorch 2.12 and earlier use these names.
     _allgather_base = _reduce_scatter_base = alltoall_base = _into_one
     allgather_into_tensor_coalesced = reduce_scatter_tensor_coalesced = _in_lists
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:
-    # Not compared by address, which fake tensors lack.
+    # Compare storages rather than addresses, which fake tensors lack.
     return one.untyped_storage() is other.untyped_storage() and one.storage_offset() == other.storage_offset()
 
 
@@ -92,7 +92,7 @@ class SilentGroup(LocalGroup):
 
 
 class _Done(dist.Work):
-    """Finished work with its results."""
+    """A completed collective with its results."""
 
     def __init__(self, results: list[Tensor]):
         super().__init__()
@@ -104,7 +104,7 @@ class _Done(dist.Work):
     def is_completed(self) -> bool:
         return True
 
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:  # What PyTorch's DDP waits for.
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:  # PyTorch's DDP waits for it.
         future = torch.futures.Future(devices=list({each.device for each in self._results if each.is_cuda}))
         future.set_result(self._results)
         return future

@@ -1,5 +1,5 @@
-"""The imports of Megatron-Core (but for `Layout.from_mpu`), its globals, and the collection of process groups that its
-layers take. `tests/versions.md` lists the names by release.
+"""All imports of Megatron-Core (except in `Layout.from_mpu`), its globals, and the collection of process groups that
+its layers take. `tests/versions.md` lists the imported names by release.
 
 Megatron-Core takes its process groups explicitly nearly everywhere. Two places still read globals: the buffer that
 sequence-parallel linears gather into, and the tracker of random states that a `TransformerBlock` forks. Neither
@@ -28,7 +28,7 @@ from megatron_hetero.layout.communicators import GRADIENT_AXES, REPLICA_AXES
 
 @contextlib.contextmanager
 def _replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Inside, attributes of `owner` have other values."""
+    """Set attributes of `owner` to other values inside the context."""
     before = {name: getattr(owner, name) for name in values}
     try:
         for name, value in values.items():
@@ -40,7 +40,7 @@ def _replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 
 def _compile_later(function: Any = None, *, compile_now: Any = torch.compile, **options: Any) -> Any:
-    """Like `torch.compile`, but a function is compiled at its first call."""
+    """Wrap a function like `torch.compile`, but compile it at its first call."""
     compiled = cache(lambda: compile_now(function, **options))
     return wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs)) if function else compiled()
 
@@ -62,8 +62,8 @@ MODEL_PARALLEL_STREAM = "model-parallel-rng"
 
 def prepare(platform: Platform) -> None:
     """Make code of Megatron-Core that assumes CUDA work on this platform. Idempotent."""
-    prepare_environment()  # Does nothing after `process_group`.
-    # Suppresses the advice to use one hardware queue: collectives of high priority need several to begin in time.
+    prepare_environment()  # This does nothing after `process_group`.
+    # Suppress the advice to use one hardware queue: high-priority collectives need several queues to start in time.
     cast("Any", tensor_parallel.layers.linear_with_grad_accumulation_and_async_allreduce).warned = True
     if platform.is_cuda:
         return
@@ -76,7 +76,7 @@ def prepare(platform: Platform) -> None:
 
 
 class _CpuRNGStatesTracker(megatron_random.CudaRNGStatesTracker):
-    """Megatron's tracker of random states, with the generator of the CPU."""
+    """Megatron's tracker of random states, for the CPU's generator."""
 
     def add(self, name: str, seed: int) -> None:
         with torch.random.fork_rng(devices=[]):
@@ -94,7 +94,7 @@ class _CpuRNGStatesTracker(megatron_random.CudaRNGStatesTracker):
 
 
 def prepare_globals(seed: int) -> None:
-    """Fill Megatron's globals for this process, after `prepare`. Idempotent."""
+    """Initialise Megatron's memory buffer and random states in this process, after `prepare`. Idempotent."""
     _prepare_buffer()
     megatron_random.initialize_rng_tracker()
     tracker: Any = megatron_random.get_cuda_rng_tracker()
@@ -103,14 +103,14 @@ def prepare_globals(seed: int) -> None:
 
 
 def prepare_layers(seed: int, tp: int, pp: int) -> None:
-    """Fill Megatron's globals for Megatron's models, after `prepare`, and patch layers that ignore their collection of
+    """Initialise Megatron's globals for its models, after `prepare`, and patch layers that ignore their collection of
     groups.
 
     Random streams are seeded as by `model_parallel_cuda_manual_seed` for a process at these coordinates, except streams
     that a program with `parallel_state` has seeded.
     """
     _prepare_buffer()
-    if hasattr(tensor_parallel.cross_entropy, "get_tensor_model_parallel_rank"):  # From 0.19 on it takes the group.
+    if hasattr(tensor_parallel.cross_entropy, "get_tensor_model_parallel_rank"):  # True before Megatron-Core 0.19.
         _patch(LanguageModule, "compute_language_model_loss", _loss_in_group)
     _patch(WrappedTorchNorm, "__new__", _norm_on_shards)
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -141,7 +141,7 @@ def _patch(owner: type, name: str, wrapper: Any) -> None:
 
 
 def _loss_in_group(compute: Any, model: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """The loss over the model's tensor-parallel group; the unfused loss would use the group of `parallel_state`."""
+    """Compute the loss over the model's tensor-parallel group; the unfused loss would use `parallel_state`'s group."""
     group = model.pg_collection.tp
     with _replaced(
         tensor_parallel.cross_entropy,
@@ -153,8 +153,8 @@ def _loss_in_group(compute: Any, model: Any, *args: Any, **kwargs: Any) -> Tenso
 
 
 def _norm_on_shards(make: Any, cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-    """A PyTorch norm on activations that are sharded over `tp`, which Megatron refuses. Its parameters are marked as in
-    other norms, so that their gradients are summed over `tp`.
+    """Create a PyTorch norm on activations that are sharded over `tp`, which Megatron refuses. Its parameters are
+    marked as in other norms, so that their gradients are summed over `tp`.
     """
     if not config.sequence_parallel:
         return make(cls, config, *args, **kwargs)
@@ -167,7 +167,7 @@ def _norm_on_shards(make: Any, cls: type, config: Any, *args: Any, **kwargs: Any
 
 
 def random_states(platform: Platform) -> dict[str, Tensor]:
-    """The states of all random generators that models use, uint8 [bytes] on the host, by name."""
+    """Return the states of all random generators that models use, uint8 [bytes] on the host, by name."""
     tracker: Any = megatron_random.get_cuda_rng_tracker()
     return platform.random_states() | {f"megatron-{name}": state for name, state in tracker.get_states().items()}
 
@@ -181,7 +181,7 @@ def set_random_states(states: Mapping[str, Tensor], platform: Platform) -> None:
 
 @contextlib.contextmanager
 def without_processes(device: torch.device) -> Iterator[None]:
-    """Inside, Megatron's layers are built and run on `device` without a default process group or random streams."""
+    """Let Megatron's layers be built and run on `device` without a default process group or random streams."""
     with (
         _replaced(torch.cuda, current_device=lambda: device),
         _replaced(dist, is_initialized=lambda: True, get_rank=lambda *_: 0),
@@ -191,10 +191,10 @@ def without_processes(device: torch.device) -> Iterator[None]:
 
 
 def _local_parameter_groups() -> contextlib.AbstractContextManager[None]:
-    """Inside, Megatron builds optimizers without communication. Use it before threads that communicate are started.
+    """Return a context in which Megatron builds optimizers without communication. Use it before other threads start.
 
     Megatron gathers the kinds of parameter groups over the world, so that all ranks have the same ones, empty or not.
-    But here ranks have different modules, and ranks of a frozen stage build no optimizer: others would wait for them
+    But here ranks have different modules, and ranks of a frozen stage build no optimizer: other ranks would wait
     forever.
     """
 
@@ -214,8 +214,8 @@ class ModuleGroups(ProcessGroupCollection):
     `sp` is the axis `sp`, `context` the axis `cp`: among ranks `sp` varies faster, so that member i of `cp` is member
     i mod sp of its `sp` group and member i // sp of its `context` group.
 
-    `along` returns the group along axes of any view of the module's layout. `holders` has, by name of a view, the group
-    over which the view splits parameters.
+    `along` returns the group along axes of any view of the module's layout. `holders` maps the name of a view to the
+    group over which the view splits parameters.
     """
 
     sp: dist.ProcessGroup = field(init=False)
@@ -227,12 +227,12 @@ class ModuleGroups(ProcessGroupCollection):
 def module_groups(
     group: Callable[..., dist.ProcessGroup], ends: dist.ProcessGroup | None, views: Iterable[View] = ()
 ) -> ModuleGroups:
-    """The collection of a module, given its groups along axes. `ends`: group of its first and last stage. `views`:
-    further views of its layout.
+    """Return the collection of a module. `group`: function from axes to the group along these axes. `ends`: the group
+    of its first and last stage. `views`: further views of its layout.
     """
-    # The distributed optimizer has one instance: its `intra` groups have all ranks, and there is no `inter` group.
+    # The distributed optimizer has one instance: its `intra` groups contain all ranks, and there is no `inter` group.
     samples = group(*GRADIENT_AXES)
-    # Without the view of experts, they are split like dense layers.
+    # Without a view for experts, experts are split like dense layers.
     experts = next((view for view in views if view == EXPERTS), MAIN)
     groups: Any = ModuleGroups(
         along=group,
@@ -258,9 +258,9 @@ def module_groups(
         intra_dist_opt=group(*AXES),
         inter_dist_opt=None,
         embd=ends,
-        pos_embd=None,  # Only for positions that several stages embed, unlike Megatron's decoders.
+        pos_embd=None,  # It is used only if several stages embed positions, unlike in Megatron's decoders.
     )
-    # From 0.18 on: groups of FSDP's gathers. From 0.19 on: weights with a separate axis, here of one rank.
+    # These are groups of FSDP's gathers (0.18+), and of weights with a separate axis, here of one rank (0.19+).
     groups.dp_cp_ag = groups.expt_dp_ag = groups.gtp_remat = groups.expt_gtp_remat = None
     groups.dp_cp_gtp_remat, groups.expt_dp_gtp_remat = groups.dp_cp, groups.expt_dp
     groups.tp_ep_pp_with_egtp_remat = groups.tp_ep_pp
@@ -268,7 +268,7 @@ def module_groups(
 
 
 def megatron_loop(pp: int, virtual_stages: int | None, group: dist.ProcessGroup, config: Any) -> tuple[Any, Any]:
-    """Megatron's `forward_backward_func`, and its communicator between the stages of `group`, if there are several."""
+    """Return Megatron's `forward_backward_func`, and its communicator between the stages of `group` or None."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
@@ -276,7 +276,7 @@ def megatron_loop(pp: int, virtual_stages: int | None, group: dist.ProcessGroup,
 
 
 def megatron_optimizer(config: Any, ddps: list[Any], groups: ModuleGroups) -> Any:
-    """Megatron's optimizer of a module that is wrapped in its `DistributedDataParallel`."""
+    """Create Megatron's optimizer of a module whose chunks are wrapped in Megatron's `DistributedDataParallel`."""
     from megatron.core.optimizer import get_megatron_optimizer
 
     with _local_parameter_groups():
@@ -284,18 +284,18 @@ def megatron_optimizer(config: Any, ddps: list[Any], groups: ModuleGroups) -> An
 
 
 def gradients_for_norm(optimizer: Any) -> list[Tensor]:
-    """Gradients of a Megatron optimizer, for a norm that counts each element on one rank along `tp`."""
+    """Return the gradients of a Megatron optimizer, for a norm that counts each element on one rank along `tp`."""
     from megatron.core.optimizer import optimizer as kinds
 
     if hasattr(optimizer, "get_main_grads_for_grad_norm"):
         return optimizer.get_main_grads_for_grad_norm()
-    # From 0.19 on some parameters may have a separate norm; here all have the same one.
+    # From 0.19 on, some parameters may have a separate norm; here all parameters have the same norm.
     separate: Any = kinds.SEPARATE_GRAD_NORM_GROUPS  # pyright: ignore[reportAttributeAccessIssue]
     return [gradient for kind in (None, *separate) for gradient in optimizer.get_grads_for_grad_norm(kind)]
 
 
 def te_layers() -> Any:
-    """Megatron's provider of Transformer Engine's layers."""
+    """Return Megatron's provider of Transformer Engine's layers."""
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
     return TESpecProvider()

@@ -1,4 +1,4 @@
-"""What ranks report to each other through a store: that they work, wait, have left or failed."""
+"""Reports that ranks exchange through a store: that they work, wait, have left or have failed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 UNWATCHED = "nothing that is watched"
-"""Answer of a rank that waits in no watched action."""
+"""Answer of a rank that is not in a watched action."""
 PAUSE_S = 2.0
 """Maximum seconds between polls of a rank that waits. Ranks have three times as long to answer a roll call."""
 _PREFIX = "watchdog"
@@ -25,7 +25,7 @@ _MAX_LINES = 32
 
 
 class Peers:
-    """The ranks of a process group, from the point of view of one of them."""
+    """The ranks of a process group, with which this rank exchanges reports through a store."""
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
         self._shared, self._rank, self._ranks = store, rank, ranks
@@ -33,7 +33,7 @@ class Peers:
 
     @classmethod
     def of_world(cls) -> Peers | None:
-        """The ranks of the default process group; None if it has one rank."""
+        """Return the ranks of the default process group, or None if it has one rank."""
         if dist.get_world_size() == 1:
             return None
         return cls(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
@@ -49,23 +49,23 @@ class Peers:
         return before is not None and before != self._work
 
     def given_up(self) -> bool:
-        """Whether any rank has given up."""
+        """Return whether any rank has given up."""
         return self._store.add(f"{_PREFIX}/given up", 0) > 0
 
     def answer(self, doing: str) -> None:
-        """Report what this rank waits in."""
+        """Report the action in which this rank waits."""
         key = f"{_PREFIX}/{self._rank} waits"
         if not (doing.startswith(UNWATCHED) and self._store.check([key])):  # Another watchdog may have reported more.
             self._store.set(key, doing)
 
     def fail(self, how: str) -> None:
-        """Report that this rank ends by an error."""
+        """Report that this rank ends with an error, which `how` describes."""
         self._store.set(f"{_PREFIX}/{self._rank} left", f"{_LEFT}{how}")
         self._store.set(f"{_PREFIX}/failed", "")
 
     def leave(self, how: str, timeout_s: float) -> None:
-        """Report that this rank has finished, and wait for the others, which may still work. Raises `ConnectionError`
-        if one of them fails, or does not finish within `timeout_s`.
+        """Report that this rank has finished, and wait until all ranks have. Raises `ConnectionError` if another rank
+        fails or does not finish within `timeout_s`.
         """
         self._store.set(f"{_PREFIX}/{self._rank} left", f"{_LEFT}{how}")
         if self._store.add(f"{_PREFIX}/left", 1) == self._ranks:
@@ -81,15 +81,15 @@ class Peers:
             waited = time.monotonic() - began
 
     def is_first(self, error: str, patience_s: float) -> bool:
-        """Whether this rank is the first to report an error, for which it waits up to `patience_s`."""
+        """Wait up to `patience_s` for another rank to report an error. Returns whether this rank is the first."""
         end, key = time.monotonic() + patience_s, f"{_PREFIX}/reported {zlib.crc32(error.encode())}"
         while time.monotonic() < end and not self._store.check([key]):
             time.sleep(min(0.2, patience_s))
         return self._store.add(key, 1) == 1
 
     def roll_call(self, seconds: float, doing: str) -> dict[int, str | None] | None:
-        """Give up `doing`, and wait up to `seconds` for the answers of all ranks: what each one waits in, or None for
-        no answer. Returns None if another rank has given up before, which reports for all.
+        """Report that this rank gives up `doing`, and wait up to `seconds` for all ranks. Returns the action in which
+        each rank waits (None: no answer), or None if another rank has given up before and reports for all.
         """
         self.answer(doing)
         if self._store.add(f"{_PREFIX}/given up", 1) > 1:
@@ -105,7 +105,7 @@ class Peers:
 
 
 def suspected(answers: Mapping[int, str | None]) -> str:
-    """Which ranks probably make others wait, according to the answers to a roll call."""
+    """Describe which ranks probably make others wait, according to the answers to a roll call."""
     if not answers:
         return "a rank that it waits for is gone or does something else"
     if left := [rank for rank, doing in answers.items() if (doing or "").startswith(_LEFT)]:
@@ -118,7 +118,7 @@ def suspected(answers: Mapping[int, str | None]) -> str:
 
 
 def listed(answers: Mapping[int, str | None]) -> str:
-    """Text with a line for each action that ranks wait in."""
+    """Format one line for each action in which ranks are waiting, given the answers to a roll call."""
     ranks: dict[str, list[int]] = {}
     for rank, doing in answers.items():
         if doing is not None:

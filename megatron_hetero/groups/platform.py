@@ -1,4 +1,4 @@
-"""Platforms: CUDA with NCCL, or a CPU with gloo. No other file distinguishes them."""
+"""Platforms: CUDA with NCCL, or a CPU with gloo. No other file distinguishes the two."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from megatron_hetero.layout.communicators import group_of
 CPU = torch.device("cpu")
 
 MAX_GRAPHS = 64
-"""Maximum graphs of one compiled function: for each module, local width, number format and padding, with and without
-gradients. Beyond it PyTorch runs the function as single operations, each of which takes memory.
+"""Maximum compiled graphs of one function: one for each module, local width, number format and padding, with and
+without gradients. Beyond this limit PyTorch runs the function eagerly, which takes more memory.
 """
 HEADROOM = 512 << 20
-"""Bytes of a GPU that tensors leave free for kernels that CUDA loads and buffers that NCCL allocates at first use."""
+"""GPU memory in bytes that is left free for kernels that CUDA loads and buffers that NCCL allocates at first use."""
 
 
 @dataclass
@@ -36,16 +36,16 @@ class _Compiler:
     """The state of `torch.compile` in this process."""
 
     works: bool | None = None
-    """Whether it can build kernels for GPUs: on all ranks if they have agreed, else on this one. None: not tried."""
+    """Whether GPU kernels can be compiled: on all ranks if they have agreed, else on this rank; None before a test."""
     instead: Callable[..., Any] | None = None
-    """Called as `instead(function, *inputs)` in place of compiled functions, for tensors without values."""
+    """Function called as `instead(function, *inputs)` in place of compiled functions, for tensors without values."""
 
 
 _COMPILER = _Compiler()
 
 
 def _gpus_compile() -> bool:
-    """Whether `torch.compile` can build kernels for GPUs, which the first call finds out."""
+    """Return whether `torch.compile` can build kernels for GPUs, which the first call tests."""
     if _COMPILER.works is None:
         problem = compile_problem(torch.device("cuda", torch.cuda.current_device()))
         _COMPILER.works = problem is None
@@ -55,12 +55,12 @@ def _gpus_compile() -> bool:
 
 
 def compile_problem(device: torch.device) -> str | None:
-    """Compile and run a kernel on the device. Returns why that fails, or None. Besides Triton and a C compiler it takes
-    Python's headers, with which the code that launches kernels is built.
+    """Compile and run a kernel on the device. Returns the reason if this fails, else None. Compilation requires Triton,
+    a C compiler, and Python's headers for the code that launches kernels.
     """
     try:
         compiled(_one_more)(torch.ones(2, device=device)).sum().item()
-    except Exception as problem:  # From the compiler, the tools it starts, or the files it writes.
+    except Exception as problem:  # The compiler and its tools may raise any exception.
         return str(problem).strip().partition("\n")[0] or type(problem).__name__
     return None
 
@@ -77,13 +77,13 @@ def _without_compiler(problem: str) -> str:
 
 
 def compiles_for(tensor: torch.Tensor) -> bool:
-    """Whether `torch.compile` builds kernels for the device of `tensor`: never for a CPU."""
+    """Return whether `torch.compile` builds kernels for the device of `tensor`: never for a CPU."""
     return _COMPILER.instead is not None if tensor.is_meta else tensor.is_cuda and _gpus_compile()
 
 
 @contextlib.contextmanager
 def instead_of_compiled(run: Callable[..., Any]) -> Iterator[None]:
-    """Inside, `run(function, *inputs)` replaces compiled functions for tensors on `meta`, which have no values."""
+    """Call `run(function, *inputs)` in place of compiled functions inside the context, for tensors on `meta`."""
     before, _COMPILER.instead = _COMPILER.instead, run
     try:
         yield
@@ -93,7 +93,7 @@ def instead_of_compiled(run: Callable[..., Any]) -> Iterator[None]:
 
 @cache
 def compiled(function: Callable[..., Any], *, dynamic: bool = True) -> Callable[..., Any]:
-    """Compile a function by `torch.compile`, once for tensors of any length. Without `dynamic`, all dims have fixed
+    """Compile a function with `torch.compile`, once for tensors of any length. Without `dynamic`, all dims have fixed
     sizes except those marked as dynamic, which gives better kernels.
     """
     make = cache(partial(torch.compile, function, dynamic=dynamic, fullgraph=not dynamic))
@@ -101,7 +101,7 @@ def compiled(function: Callable[..., Any], *, dynamic: bool = True) -> Callable[
     def run(*inputs: Any) -> Any:
         if _COMPILER.instead is not None and any(isinstance(x, torch.Tensor) and x.is_meta for x in inputs):
             return _COMPILER.instead(function, *inputs)
-        # Set here, as settings belong to a thread, and backward passes run in other threads.
+        # Set the limit in each call: settings are per thread, and backward passes run in other threads.
         if torch._dynamo.config.recompile_limit < MAX_GRAPHS:
             torch._dynamo.config.recompile_limit = MAX_GRAPHS
         return make()(*inputs)
@@ -110,7 +110,7 @@ def compiled(function: Callable[..., Any], *, dynamic: bool = True) -> Callable[
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of a host tensor on the device, through pinned memory and without waiting; the tensor itself on a CPU."""
+    """Copy a host tensor to the device through pinned memory, without waiting. Returns the tensor itself on a CPU."""
     if device.type != "cuda":
         return tensor.to(device)
     return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
@@ -126,11 +126,11 @@ class Platform:
     host_backend: str = "gloo"
     """The backend of collectives on tensors in host memory."""
     timeout: timedelta | None = None
-    """The time-out of collectives; None is PyTorch's default."""
+    """The time-out of collectives; None for PyTorch's default."""
 
     @classmethod
     def detect(cls, local_rank: int = 0) -> Platform:
-        """CUDA if a GPU is visible, else the CPU. Raises `UserError` if this rank of the host has no GPU."""
+        """Return CUDA if GPUs are visible, else the CPU. Raises `UserError` if there is no GPU for this local rank."""
         if not torch.cuda.is_available():
             return cls(CPU, "gloo")
         if local_rank >= (devices := torch.cuda.device_count()):
@@ -162,7 +162,7 @@ class Platform:
 
     def leave_headroom(self) -> None:
         """Limit PyTorch's allocator to the memory that process groups leave free, less `HEADROOM`: it then raises "out
-        of memory" before CUDA and NCCL, which allocate memory too, run out. Keeps a lower limit.
+        of memory" before CUDA and NCCL, which allocate memory too, run out. A lower existing limit stays.
         """
         if self.is_cuda:
             free, total = torch.cuda.mem_get_info(self.device)
@@ -172,13 +172,13 @@ class Platform:
 
     @property
     def device_name(self) -> str:
-        """The marketing name of the accelerator, or `cpu`."""
+        """The product name of the accelerator, or `cpu`."""
         return torch.cuda.get_device_name(self.device) if self.is_cuda else "cpu"
 
     @property
     def connects_late(self) -> bool:
         """Whether ranks connect, and hosts wait for each other, in the first call of each kind on a process group, as
-        with NCCL. gloo connects when it creates the group.
+        with NCCL. With gloo, ranks connect when the group is created.
         """
         return self.backend != "gloo"
 
@@ -188,14 +188,14 @@ class Platform:
         return self.backend == "gloo"
 
     def init_process_group(self, **options: Any) -> None:
-        """`torch.distributed.init_process_group` for this platform."""
+        """Call `torch.distributed.init_process_group` with this platform's backend, device and options."""
         if self.is_cuda:
             torch.cuda.set_device(self.device)
-            # Eager, so that groups are splits. With debug level DETAIL, whose wrapper cannot be split (PyTorch 2.11),
-            # communicators are created one by one, at first use.
+            # Initialise eagerly, so that groups can be split. With debug level DETAIL, whose wrapper cannot be split
+            # (PyTorch 2.11), communicators are created one by one, at first use.
             if dist.get_debug_level() != dist.DebugLevel.DETAIL:
                 options["device_id"] = self.device
-            # Urgent, since modules whose `tp` spans all ranks use it.
+            # This group is urgent, since modules whose `tp` spans all ranks use it.
             options["pg_options"] = self._options(None, urgent=True)
         dist.init_process_group(self.backend, **options)
 
@@ -204,25 +204,25 @@ class Platform:
     ) -> dist.ProcessGroup | None:
         """Create process groups with disjoint ranks for tensors of the device.
 
-        Every rank of the world calls it, with the same groups. Returns the group of this rank, or None. `what` names
-        the groups in traces and debuggers. `max_ctas`: maximum CTAs of their kernels on a GPU; None leaves them to
-        NCCL. `urgent`: whether their kernels run beside matrix products, on streams of high priority.
+        Every rank of the world makes this call, with the same groups. Returns the group of this rank, or None. `what`:
+        name of the groups in traces and debuggers. `max_ctas`: maximum CTAs of a kernel; None for NCCL's choice.
+        `urgent`: whether kernels run on high-priority streams, concurrently with matrix products.
         """
         options = self._options(max_ctas, urgent)
         if dist.group.WORLD.bound_device_id is not None:  # pyright: ignore[reportOptionalMemberAccess]
-            # One `ncclCommSplit` of all ranks. `new_group` would call it on all ranks for each group.
+            # This is one `ncclCommSplit` of all ranks; `new_group` would need one for each group.
             ranks = list(map(list, groups))
             group = dist.split_group(split_ranks=ranks, timeout=self.timeout, pg_options=options, group_desc=what)
-            return group if group_of(groups, dist.get_rank()) else None  # From 2.14 on other ranks get -100.
+            return group if group_of(groups, dist.get_rank()) else None  # PyTorch 2.14+: -100, not None.
         return self._local_group(groups, self.backend, what, options)
 
     def _options(self, max_ctas: int | None, urgent: bool) -> Any:
-        """Options of NCCL, which a split does not inherit from its parent; None for other backends."""
+        """Return options of NCCL, which a split does not inherit from its parent; None for other backends."""
         if self.backend != "nccl":
             return None
         nccl: Any = dist.ProcessGroupNCCL  # Builds of PyTorch for CPUs lack it.
         options = nccl.Options(is_high_priority_stream=urgent)
-        if self.timeout is not None:  # PyTorch warns if it differs from the time-out of the group.
+        if self.timeout is not None:  # PyTorch warns if this differs from the group's time-out.
             options._timeout = self.timeout
         if max_ctas is not None:
             options.config.max_ctas = max_ctas
@@ -233,22 +233,22 @@ class Platform:
         return self._local_group(groups, self.host_backend, what)
 
     def host_group(self, what: str) -> dist.ProcessGroup:
-        """Create a process group of all ranks for tensors in host memory. Every rank calls it."""
+        """Create a process group of all ranks for tensors in host memory. Every rank makes this call."""
         group = dist.new_group(backend=self.host_backend, timeout=self.timeout, group_desc=what)
-        return cast("dist.ProcessGroup", group)  # This rank is in it.
+        return cast("dist.ProcessGroup", group)  # This rank is in the group.
 
     def _local_group(
         self, groups: Sequence[tuple[int, ...]], backend: str, what: str, options: Any = None
     ) -> dist.ProcessGroup | None:
         """Create only this rank's group, together with its other members.
 
-        If all ranks took part (without `use_local_synchronization`), ranks outside a group of gloo would split the
-        world's communicator of NCCL, while its members would not: a hang.
+        If all ranks took part (without `use_local_synchronization`), ranks outside a gloo group would split the world's
+        NCCL communicator, while its members would not, and the call would hang.
         """
         rank = dist.get_rank()
         members = group_of(groups, rank)
-        # A group is named by its ranks and the number of groups of a rank, which must be equal on all ranks: a rank
-        # without a group creates one by itself.
+        # PyTorch names a group by its ranks and the rank's number of groups. This number must be equal on all ranks,
+        # so a rank without a group creates one that contains only itself.
         group = dist.new_group(
             list(members or (rank,)),
             backend=backend,
@@ -265,16 +265,16 @@ class Platform:
             torch.cuda.synchronize(self.device)
 
     def peak_memory_bytes(self) -> int:
-        """Peak memory so far in bytes: allocated for tensors on a GPU, resident in the process on a CPU."""
+        """Return the peak memory so far in bytes: allocated for tensors on a GPU, resident in the process on a CPU."""
         if self.is_cuda:
             return torch.cuda.max_memory_allocated(self.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def host_zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros in host memory, [count], that a GPU can read and write while it computes."""
+        """Allocate zeros [count] in host memory that a GPU can read and write while it computes."""
         if not self.is_cuda or not count:
             return torch.zeros(count, dtype=dtype)
-        # Separate pages, registered with CUDA: PyTorch rounds pinned memory up to powers of two.
+        # Register separate pages with CUDA: PyTorch would round pinned memory up to a power of two.
         size = count * dtype.itemsize
         with os_errors_as(partial(_no_host_memory, size)):
             pages = mmap.mmap(-1, size)
@@ -291,11 +291,11 @@ class Platform:
         return zeros
 
     def side_streams(self, number: int) -> tuple[torch.cuda.Stream, ...]:
-        """New streams of the device; none on a CPU."""
+        """Create new streams of the device; return none on a CPU."""
         return tuple(torch.cuda.Stream() for _ in range(number)) if self.is_cuda else ()
 
     def random_states(self) -> dict[str, torch.Tensor]:
-        """The states of PyTorch's generators, uint8 [bytes] on the host, by name."""
+        """Return the states of PyTorch's generators, uint8 [bytes] on the host, by name."""
         states = {"torch": torch.get_rng_state()}
         return states | {"cuda": torch.cuda.get_rng_state(self.device)} if self.is_cuda else states
 
@@ -306,7 +306,7 @@ class Platform:
             torch.cuda.set_rng_state(states["cuda"], self.device)
 
     def enter_megatron_scope(self) -> None:
-        """For the rest of the process, make a literal `device="cuda"` and `Tensor.cuda()` mean this platform's device.
+        """Make a literal `device="cuda"` and `Tensor.cuda()` mean this platform's device for the rest of the process.
         Does nothing on a GPU. Idempotent.
         """
         modes = torch.overrides._get_current_function_mode_stack()
@@ -314,21 +314,21 @@ class Platform:
             _CudaMeansCpu().__enter__()
 
     def megatron_scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, Megatron code with a literal `device="cuda"` runs on this platform's device, and its optimizers
-        accept tensors of a CPU.
+        """Return a context in which Megatron code with a literal `device="cuda"` runs on this platform's device, and
+        Megatron's optimizers accept CPU tensors.
         """
         return contextlib.nullcontext() if self.is_cuda else _CudaTypeMeansCpu()
 
 
 def answer_for_cuda() -> None:
-    """For the rest of the process, make the functions of `torch.cuda` that Megatron-Core calls work without a GPU."""
+    """Make the functions of `torch.cuda` that Megatron-Core calls work without a GPU for the rest of the process."""
     torch.cuda.current_device = lambda: CPU  # type: ignore[assignment]
     torch.cuda.current_stream = torch.cpu.current_stream  # type: ignore[assignment]
     torch.cuda.synchronize = lambda *_, **__: None  # type: ignore[assignment]
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Redirects `device="cuda"` and `Tensor.cuda()` to the CPU."""
+    """A function mode that redirects `device="cuda"` and `Tensor.cuda()` to the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -340,7 +340,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _CudaTypeMeansCpu(_CudaMeansCpu):
-    """Also makes `Tensor.type()` return the CUDA types that Megatron's optimizers check for."""
+    """A `_CudaMeansCpu` in which `Tensor.type()` also returns the CUDA types that Megatron's optimizers check for."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:

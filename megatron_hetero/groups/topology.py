@@ -1,8 +1,8 @@
 """All modules' layouts bound to a world of ranks, with the process groups that they need.
 
-`layout.communicators` says which groups there are and which share one split. Every rank creates them eagerly, in the
-same order, and checks each one by a sum of known values or by sending a known value. Then every collective is called
-once, since with NCCL hosts wait for each other at first use.
+`layout.communicators` says which groups there are and which share one split. Every rank creates the groups in
+the same order and checks each one by summing or sending known values. Then it calls every collective once, since with
+NCCL hosts wait for each other at first use.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ if TYPE_CHECKING:
     from megatron_hetero.groups.megatron import ModuleGroups
 
 CONNECTING_BYTES = (2**10, 2**20, 2**26)
-"""Sizes of the tensors that `_connect` communicates on a GPU, in bytes; on a CPU one size is enough."""
+"""Sizes in bytes of the tensors that `_connect` communicates on a GPU; on a CPU it uses only the first."""
 
 Links = Mapping[tuple[Direction, int], dist.ProcessGroup]
-"""Groups of this rank and a neighbouring stage, by direction and pipeline coordinate of the sender."""
+"""Process groups of this rank and a neighbouring stage, by direction and pipeline coordinate of the sender."""
 
 
 class BoundaryGroups(NamedTuple):
-    """The two process groups of an edge, of the same ranks: rows go one way, their gradients back."""
+    """The two process groups of an edge, with the same ranks: `forward` for rows, `backward` for their gradients."""
 
     forward: dist.ProcessGroup
     backward: dist.ProcessGroup
@@ -65,7 +65,7 @@ class BoundaryGroups(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """Layouts of modules, this process's rank, and its process groups. Groups that this rank is not in are missing."""
+    """The layouts of modules, the rank of this process, and the process groups that contain this rank."""
 
     platform: Platform
     """The device of tensors, and the backends of their collectives."""
@@ -78,22 +78,22 @@ class Topology:
     world: dist.ProcessGroup
     """The group of all ranks on the device's backend."""
     host: dist.ProcessGroup
-    """The group of all ranks for tensors in host memory. Never `world`, so that another thread can use it meanwhile."""
+    """The group of all ranks for tensors in host memory, separate from `world`, so that another thread can use it."""
     files: dist.ProcessGroup
-    """One more host group of all ranks, for writing and reading checkpoints."""
+    """A second host group of all ranks, for writing and reading checkpoints."""
     host_replicas: Mapping[str, dist.ProcessGroup]
-    """For each module that decodes data, a host group of its replica's ranks, for that other thread too."""
+    """For each module that decodes data, a host group of the ranks of this rank's replica, for the data thread."""
     boundaries: Mapping[Edge, BoundaryGroups]
-    """For each edge of the graph of modules, the groups of the ranks at both its ends."""
+    """The process groups of the ranks at both ends of each edge between modules."""
     planned: Mapping[Edge, dist.ProcessGroup]
-    """For each of the `planned_edges`, a host group of the ranks at both its ends."""
+    """A host group of the ranks at both ends of each edge in `planned_edges`."""
     pipelines: Mapping[str, Links]
-    """For each of this rank's modules with stages, its links to the neighbouring stages."""
+    """Links to the neighbouring stages for each of this rank's modules with several pipeline stages."""
     _groups: Mapping[Axes, dist.ProcessGroup]
     watchdog: Watchdog
-    """Ends the process if a call of all ranks waits for too long."""
+    """The watchdog that ends the process if a call of all ranks waits for too long."""
     planned_edges: tuple[Edge, ...] = ()
-    """Edges that are planned from what each rank knows; the same on all ranks."""
+    """Edges whose ranks exchange which rows cross (see `Boundary.plan`); the same on all ranks."""
     graph: Graph | None = None
     """The graph of modules, if the topology was built for one."""
 
@@ -118,20 +118,20 @@ class Topology:
             layouts: layouts of the modules, by name.
             platform: the device of tensors, and the backends of their collectives.
             decoding: modules whose replicas share decoded data.
-            edges: edges of the graph of modules; a pair (from, to) goes from the last stage to the first.
-            planned: edges, in `edges` or not, that are planned from what each rank knows, see `Boundary.plan`.
+            edges: edges between modules; a pair (from, to) connects the last stage of `from` to the first of `to`.
+            planned: edges, in `edges` or not, whose ranks exchange which rows cross, see `Boundary.plan`.
             needs: further needs of modules: copies of a parameter, virtual stages, exchanges along `cp`.
-            megatron: modules that Megatron's own schedules or optimizers run, which communicate along more axes; by
-                default all.
-            check: whether each group is checked. The check also connects its ranks, on which schedules rely with NCCL.
-                Not possible if the backend does not communicate.
-            timeout_s: a call of all ranks, here or later with this topology, that takes longer, in seconds, ends the
-                process with a message that says where each rank is. 0: never.
+            megatron: modules that Megatron's schedules or optimizers run, which communicate along more axes; by default
+                all modules.
+            check: whether to check each group. The check also connects its ranks, on which schedules rely with NCCL.
+                Must be False for a backend that does not communicate.
+            timeout_s: maximum seconds of each call of all ranks, here or later with this topology. A longer call ends
+                the process with a message that says where each rank is. 0: no limit.
             watchdog: the rank's existing watchdog, instead of a new one with `timeout_s`.
 
         Raises:
-            UserError: on all ranks. Layouts, modules or edges do not fit each other or the world.
-            RuntimeError: a group does not reduce to the value that its ranks imply.
+            UserError: on all ranks, if layouts, modules or edges do not fit each other or the world.
+            RuntimeError: the check of a group has a wrong result.
         """
         watchdog = watchdog or Watchdog.of_world(timeout_s, platform)
         with watchdog.waiting(lambda: "the creation of process groups, with all other ranks,"):
@@ -146,7 +146,7 @@ class Topology:
             if platform.backend == "nccl":
                 require_streams(kinds, everybody)
             _equalize_counts(platform)
-            # Host groups come first: some are named by the number of groups that a rank has.
+            # Create host groups first, while all ranks have equally many groups: PyTorch names some by that number.
             host, files = platform.host_group("host"), platform.host_group("files")
             replicas = {name: replica_groups(layouts[name]) for name in layouts if name in decoding}
             planning = {edge: (edge_ranks(layouts, edge),) for edge in planned_edges}
@@ -180,13 +180,13 @@ class Topology:
             )
 
     def has(self, module: str) -> bool:
-        """Whether `module` has this rank. Raises `KeyError` if there is no such module."""
+        """Return whether this rank belongs to `module`. Raises `KeyError` if there is no such module."""
         if module not in self.layouts:
             raise KeyError(f"no module `{module}`; there are {', '.join(self.layouts) or 'none'}")
         return self.rank in self.layouts[module]
 
     def shard(self, module: str, samples: Any) -> Any:
-        """Return the samples of this rank's replica of `module`, none on a rank without the module. Replicas get
+        """Return the samples of this rank's replica of `module`, or none on a rank without the module. Replicas get
         contiguous, nearly equal shares of `samples`, in order.
 
             pictures = topology.shard("vision", pictures)
@@ -201,30 +201,30 @@ class Topology:
         return samples[count * replica // layout.dp : count * (replica + 1) // layout.dp]
 
     def mesh(self, module: str, view: str = MAIN.name) -> DeviceMesh:
-        """The ranks of `module` as PyTorch's mesh, with the groups of this topology.
+        """Return the ranks of `module` as a PyTorch `DeviceMesh` with the groups of this topology.
 
-        Its dimensions are the axes of a view of its layout (`pp`, `dp`, `cp`, `sp` and `tp` in the main view), also if
-        their size is 1: ``fully_shard(model, mesh=topology.mesh("vision")["dp"])``. Raises `KeyError` as `group`, and
+        Mesh dimensions are the axes of a view of the layout (`pp`, `dp`, `cp`, `sp`, `tp` in the main view), including
+        axes of size 1: ``fully_shard(model, mesh=topology.mesh("vision")["dp"])``. Raises `KeyError` like `group`, and
         `UserError` if there is no such view.
         """
         self._require(module)
         layout = self.layouts[module]
         degrees = layout.degrees_in(layout.view(view))
-        names = tuple(degrees)[::-1]  # From the axis that varies slowest among ranks to the fastest.
+        names = tuple(degrees)[::-1]  # Order axes from slowest to fastest varying among ranks.
         groups = [self.group(module, axis) for axis in names]
         for group in groups:
             if isinstance(group, LocalGroup):
-                group.register()  # A mesh knows its groups by name.
+                group.register()  # A mesh looks up its groups by name.
         ranks = torch.tensor(layout.ranks, dtype=torch.int).view([degrees[axis] for axis in names])
         return DeviceMesh.from_group(groups, self.platform.device.type, ranks, mesh_dim_names=names)
 
     def group(self, module: str, *axes: str) -> dist.ProcessGroup:
-        """The group of this rank along `axes` of one view of `module`'s layout, or between `ENDS`. The order of axes
-        does not matter.
+        """Return this rank's group along `axes` (in any order) of one view of `module`'s layout or, for the axes
+        `ENDS`, its group of the first and the last stage.
 
         Groups along one axis, along all of `sp`, `cp` and `dp`, along the axes over which another view splits
         parameters or sums gradients, and along `communicators.MEGATRON_AXES` for modules in `megatron` of `build` have
-        a communicator. Other groups know their ranks only.
+        a communicator. Other groups have ranks but no communicator.
 
         Raises:
             KeyError: there is no such module, or the rank is not in it.
@@ -248,9 +248,9 @@ class Topology:
             raise KeyError(f"rank {self.rank} is not in `{module}`, whose ranks are {ranks}")
 
     def collection(self, module: str) -> ModuleGroups:
-        """The process groups of `module` for Megatron-Core's layers on this rank. Raises `KeyError` as `group`."""
+        """Return this rank's process groups of `module` for Megatron-Core's layers. Raises `KeyError` like `group`."""
         self._require(module)
-        from megatron_hetero.groups.megatron import module_groups  # imports Megatron-Core
+        from megatron_hetero.groups.megatron import module_groups  # This imports Megatron-Core.
 
         return module_groups(
             partial(self.group, module), self._groups.get(Axes(module, ENDS)), self.layouts[module].views
@@ -280,12 +280,12 @@ def build(
         graph: the modules, and the edges between them.
         layouts, named: layouts by module; one without ranks covers all ranks.
         platform: the device of tensors; by default the current GPU if the default process group has NCCL, else the CPU.
-        planned: whether ranks exchange which rows cross, as a `Runner` does (see `Boundary.plan`).
+        planned: whether ranks exchange which rows cross each edge, as a `Runner` does (see `Boundary.plan`).
         check: whether ranks compare their arguments, and check each group. Further arguments: see `Topology.build`.
 
     Raises:
-        UserError: on all ranks. A module has no layout, or the graph not the module; a layout does not fit the ranks;
-            ranks call it with different arguments; or no process group is initialised.
+        UserError: on all ranks, if a module has no layout, a layout has no module in the graph or does not fit the
+            ranks, arguments differ between ranks, or no process group is initialised.
     """
     if not dist.is_initialized():
         fix = "call `torch.distributed.init_process_group`, or be inside `process_group()`"
@@ -322,7 +322,7 @@ def build(
 
 
 def _facts(graph: Graph, layouts: Mapping[str, Layout]) -> dict[str, str]:
-    """Arguments that must be equal on all ranks."""
+    """Return the arguments that must be equal on all ranks, as texts by name."""
     return {
         "edges": ", ".join(map(str, graph.edges)) or "none",
         **{f"layout of `{name}`": str(layout) for name, layout in layouts.items()},
@@ -335,7 +335,7 @@ def _facts(graph: Graph, layouts: Mapping[str, Layout]) -> dict[str, str]:
 
 
 def _parsed(graph: Graph, layouts: Mapping[str, str | Layout]) -> dict[str, Layout]:
-    """The layouts of the graph's modules, in its order. Raises `UserError`."""
+    """Return the parsed layouts of the graph's modules, in the graph's order. Raises `UserError`."""
     for name in (*graph.modules, *layouts):
         if name not in layouts:
             fix = f"add {name}=..."
@@ -351,7 +351,7 @@ def _parsed(graph: Graph, layouts: Mapping[str, str | Layout]) -> dict[str, Layo
 
 
 def _platform() -> Platform:
-    """The platform of the default process group."""
+    """Return the platform of the default process group."""
     # `init_process_group()` without arguments has a backend for the GPU and one for the host.
     backends = dist.get_backend_config()
     if torch.cuda.is_available() and "nccl" in backends:
@@ -360,7 +360,7 @@ def _platform() -> Platform:
 
 
 def _require_layouts(layouts: Mapping[str, Layout], world: int) -> None:
-    """Check the layouts and their names in a world of ranks."""
+    """Check the types, names and ranks of layouts for a world of `world` ranks. Raises `UserError`."""
     for name, layout in layouts.items():
         where = f"Topology.build: layout of `{name}`"
         if "." in name:
@@ -375,7 +375,7 @@ def _require_layouts(layouts: Mapping[str, Layout], world: int) -> None:
 
 
 def _require_modules(layouts: Mapping[str, Layout], **collections: Collection[str]) -> None:
-    """Check that these arguments name modules that have a layout."""
+    """Check that all names in these arguments are modules with a layout. Raises `UserError`."""
     for argument, names in collections.items():
         if unknown := [name for name in names if name not in layouts]:
             found, expected = f"`{unknown[0]}`", one_of(layouts, "layouts")
@@ -383,7 +383,7 @@ def _require_modules(layouts: Mapping[str, Layout], **collections: Collection[st
 
 
 def _ordered(edges: Collection[Edge | tuple[str, str]]) -> Collection[Edge | tuple[str, str]]:
-    """Edges in an order that is the same in each process, unlike the order of a set."""
+    """Return edges in an order that is the same in each process, unlike the order of a set."""
     return sorted(edges, key=str) if isinstance(edges, set | frozenset) else edges
 
 
@@ -394,17 +394,17 @@ def _ranks(group: dist.ProcessGroup) -> Ranks:
 def _host_groups(
     wanted: Mapping[str | Edge, tuple[Ranks, ...]], everybody: Ranks, host: dist.ProcessGroup, platform: Platform
 ) -> dict[tuple[Ranks, ...], dist.ProcessGroup | None]:
-    """This rank's host group, by the ranks of all groups of its kind: all ranks, replicas of a module, or an edge."""
+    """Create host groups. Returns this rank's group, or None, by the ranks of all groups of its kind."""
     result: dict[tuple[Ranks, ...], dist.ProcessGroup | None] = {(everybody,): host}
     for name, groups in wanted.items():
-        if groups not in result:  # All ranks call it, including those outside the module.
+        if groups not in result:  # All ranks call this, including ranks outside the module.
             result[groups] = platform.split_hosts(groups, f"hosts of {name}")
     return result
 
 
 def _equalize_counts(platform: Platform) -> None:
-    """Create process groups until all ranks have equally many; a program may have created some before. PyTorch names a
-    group that is created without all ranks by the number of groups of a rank, or from 2.14 on by the number of names.
+    """Create process groups until all ranks have equally many, since a program may have created some before. PyTorch
+    names a group of a subset of ranks after each rank's number of groups (from 2.14 on: number of names).
     """
     world, counts = dist.distributed_c10d._world, [(0, 0)] * dist.get_world_size()
     dist.all_gather_object(counts, (len(world.pg_names), world.group_count))
@@ -417,10 +417,10 @@ def _equalize_counts(platform: Platform) -> None:
 def _create(
     kind: CommunicatorKind, everybody: Ranks, platform: Platform, watchdog: Watchdog
 ) -> dist.ProcessGroup | None:
-    """Create the communicator of this rank. Returns None if it has none of that kind."""
+    """Create the communicators of a kind. Returns this rank's group, or None if it has none."""
     if kind.is_worlds(everybody):
         return dist.group.WORLD
-    with watchdog.waiting(lambda: f"the creation of process groups {kind}, with all other ranks,"):  # may take long
+    with watchdog.waiting(lambda: f"the creation of process groups {kind}, with all other ranks,"):  # It may be slow.
         return platform.split(kind.groups, str(kind), max_ctas=max_ctas(kind.uses[0]), urgent=kind.is_urgent)
 
 
@@ -443,7 +443,7 @@ def _check_devices(
     world: dist.ProcessGroup,
     platform: Platform,
 ) -> None:
-    """Check this rank's groups for tensors of the device, and connect them where that happens at first use."""
+    """Check this rank's groups for device tensors, and connect their ranks if the backend connects at first use."""
     rank = dist.get_rank()
     _check_sum(world, tuple(range(world.size())), rank, platform.device)
     for kind, group in groups.items():
@@ -463,10 +463,10 @@ def _check_hosts(groups: Collection[tuple[tuple[Ranks, ...], dist.ProcessGroup |
 def _check_kind(
     kind: CommunicatorKind, group: dist.ProcessGroup, layouts: Mapping[str, Layout], rank: int, device: torch.device
 ) -> None:
-    """Check a communicator in the ways in which it is used.
+    """Check a communicator with the kinds of operations for which it is used.
 
     NCCL connects two ranks at their first message, for which both hosts wait. In a step that would hang if one of them
-    has other work to do first. So all pairs that may ever exchange messages do so here, and `_connect` does the same
+    has other work to do first. So all pairs that may exchange messages later do so here, and `_connect` does the same
     for collectives.
     """
     for use in kind.uses_of(rank):
@@ -500,14 +500,14 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _check_sum(group: dist.ProcessGroup, ranks: Ranks, rank: int, device: torch.device) -> None:
-    """Check the sum of a known value."""
+    """Check a group by an all-reduce of known values. Raises `RuntimeError`."""
     total = torch.tensor([rank + 1], dtype=torch.int64, device=device)
     dist.all_reduce(total, group=group)
     _require(ranks, rank, f"sum {total.item()}", f"sum {sum(r + 1 for r in ranks)}", group)
 
 
 def _check_message(group: dist.ProcessGroup, rank: int, sends: bool, device: torch.device) -> None:
-    """Send a known value one way, by the call of a pipeline, for which PyTorch may have another communicator."""
+    """Send a known value one way, as a pipeline does, for which PyTorch may use another communicator, and check it."""
     ranks = _ranks(group)
     (peer,) = (r for r in ranks if r != rank)
     value = torch.tensor([rank if sends else -1], dtype=torch.int64, device=device)
@@ -521,7 +521,7 @@ def _check_message(group: dist.ProcessGroup, rank: int, sends: bool, device: tor
 def _check_messages(
     group: dist.ProcessGroup, ranks: Ranks, rank: int, to: Ranks, back: Ranks, device: torch.device
 ) -> None:
-    """Send a known value to the ranks in `to`, and receive one from each rank in `back`."""
+    """Send a known value to the ranks in `to`, receive one from each rank in `back`, and check the received values."""
     _require(ranks, rank, f"ranks {_ranks(group)}", f"ranks {ranks}", group)
     mine = torch.full((len(to),), rank, dtype=torch.int64, device=device)
     values = torch.full((len(back),), -1, dtype=torch.int64, device=device)

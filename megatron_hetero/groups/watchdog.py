@@ -1,5 +1,5 @@
-"""The stopwatch times phases of a step. The watchdog ends a process whose rank waits for others forever, and reports
-what it waits for.
+"""A stopwatch, which times phases of a step, and a watchdog, which ends a process that waits for other ranks for too
+long and reports what it waits for.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from megatron_hetero.groups.platform import Platform
 P = ParamSpec("P")
 T = TypeVar("T")
 Mark = Callable[[], bool]
-"""Returns whether all work that was issued to a device before the mark has ended. Does not block. Called by one thread
-at a time, and not again after it has returned True.
+"""A function that returns whether all work issued to a device before the mark has ended. It does not block. One thread
+at a time calls it, and not again after it has returned True.
 """
 Clock = Callable[[], Mark]
-"""Returns a mark of the work that the calling thread has issued to a device so far."""
+"""A function that returns a mark of the work that the calling thread has issued to a device so far."""
 EXIT_TIMEOUT_S = 30.0
-"""Seconds after which a process that has given up is ended, even if `on_exit` has not returned."""
+"""Seconds after which a process that has given up is killed even if `on_exit` has not returned."""
 
 
 class Stopwatch:
-    """Measures the seconds of named phases of a step: of the current stream on a GPU, without synchronising, and of the
-    host on a CPU. `record`: whether laps are recorded; otherwise only profilers see the phases.
+    """A stopwatch for named phases of a step. It times the current stream on a GPU, without synchronising, and the host
+    on a CPU. `record`: whether to record laps; otherwise only profilers see the phases.
     """
 
     def __init__(self, platform: Platform, *, record: bool = True):
@@ -49,7 +49,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def lap(self, name: str, label: str = "") -> Iterator[None]:
-        """Inside, measure a lap called `name`. Profilers show it as `label`, by default `name`."""
+        """Measure the context as a lap called `name`. Profilers show the lap as `label`, by default `name`."""
         start = self._now() if self._record else None
         try:
             with torch.profiler.record_function(label or name):
@@ -59,7 +59,7 @@ class Stopwatch:
                 self._laps.append((name, start, self._now()))
 
     def read(self) -> dict[str, list[float]]:
-        """The seconds of each lap since the last call, by name. On a GPU, synchronise first."""
+        """Return the seconds of each lap since the last call, by name. On a GPU, synchronise first."""
         seconds: dict[str, list[float]] = {}
         for name, start, stop in self._laps:
             lap = start.elapsed_time(stop) / 1000 if self._platform.is_cuda else stop - start
@@ -76,12 +76,12 @@ class Stopwatch:
 
 
 def clock_of(device: torch.device) -> Clock | None:
-    """The clock of a device: events on the current stream of a GPU. None for a CPU, whose work is synchronous."""
+    """Return the clock of a GPU, which records events on its current stream; None for a CPU, which is synchronous."""
     if device.type != "cuda":
         return None
 
     def has_ended(event: torch.cuda.Event) -> bool:
-        # A new thread is on device 0, where a query would create a context.
+        # A new thread uses device 0, on which a query would create a context.
         torch.cuda.set_device(device)
         return event.query()
 
@@ -94,7 +94,7 @@ def clock_of(device: torch.device) -> Clock | None:
 
 
 class _Activity(NamedTuple):
-    """A watched action, which may last `limit_s` seconds. `patient`: it may last longer while any rank works."""
+    """A watched action of at most `limit_s` seconds. `patient`: whether it may last longer while any rank works."""
 
     described: Callable[[], str]
     began: float
@@ -103,17 +103,17 @@ class _Activity(NamedTuple):
 
 
 class Watchdog:
-    """Ends the process if an action takes longer than `timeout_s` (0: never), and names the action. Without it, a rank
-    whose peers are gone or wait for something else would wait silently until the process group times out.
+    """A guard that ends the process and names the action if an action takes longer than `timeout_s` (0: no limit).
+    Without it, a rank whose peers are gone or wait for something else would wait until the process group times out.
 
     Outside of steps, ranks also wait for each other's files, which may take any time. There the time-out restarts while
-    any rank reports that it works (`waiting`, `working`). A stopped rank does not report that, nor do ranks that all
+    any rank reports that it works (`waiting`, `working`). A stopped rank does not report work, nor do ranks that all
     wait.
 
     On a device with a `clock`, an action lasts until its work there has ended, counted from the end of the previous
     action. So the reported action is the first one that has not ended, however far ahead the host is. `on_exit` is
     called before the process ends and returns further text to print. With `peers`, the first rank that gives up reports
-    for all: what each rank waits in, and which ranks did not answer. The watchdog lives as long as it is referenced.
+    for all: what each rank waits for, and which ranks did not answer. The watchdog lives as long as it is referenced.
     """
 
     def __init__(
@@ -143,20 +143,20 @@ class Watchdog:
 
     @classmethod
     def of_world(cls, timeout_s: float, platform: Platform, setting: str = "timeout_s") -> Watchdog:
-        """The watchdog of this rank of the default process group. `setting`: the user's name for `timeout_s`."""
+        """Return this rank's watchdog in the default process group. `setting`: the user's name for `timeout_s`."""
         rank = dist.get_rank()
         return cls(timeout_s, rank, clock_of(platform.device), partial(write_trace, rank), Peers.of_world(), setting)
 
     def doing(
         self, described: Callable[[], str], timeout_s: float | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """Watch an action. `described` is called for its description if it takes too long. `timeout_s`: by default the
-        time-out of the surrounding action, or of the watchdog.
+        """Watch the context as an action. `described` returns its description if it takes too long. `timeout_s`: its
+        time-out in seconds, by default the time-out of the enclosing action or the watchdog.
         """
         return self._watch(described, patient=False, timeout_s=timeout_s)
 
     def waiting(self, described: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
-        """Watch a wait for other ranks, which may last as long as any rank is `working`."""
+        """Watch the context as a wait for other ranks, which may last as long as any rank is `working`."""
         return self._watch(described, patient=True)
 
     @contextlib.contextmanager
@@ -178,7 +178,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Inside, report that this rank works alone, so that other ranks may wait longer. Any thread may call it."""
+        """Report that this rank works alone inside the context, so that others may wait longer. Thread-safe."""
         with self._lock:
             self._at_work += 1
         try:
@@ -189,11 +189,11 @@ class Watchdog:
                 self._worked = time.monotonic()
 
     def oldest(self) -> _Activity | None:
-        """The first action that has not ended, beginning when the action before it has ended; None if idle."""
+        """Return the first unfinished action, with a start not before the previous action's end; None if idle."""
         current = self._current
         with contextlib.suppress(IndexError):
             first, _ = self._issued[0]
-            # In this order: the other thread sets the time before it pops the action.
+            # Read the action before the time: the other thread sets the time before it pops the action.
             return first._replace(began=max(first.began, self._device_idle_since))
         if current is None:
             return None
@@ -201,19 +201,19 @@ class Watchdog:
         return current._replace(began=max(current.began, self._device_idle_since, heard))
 
     def _doing(self) -> str:
-        """Describe what this rank does, in a watched action or outside."""
+        """Describe the oldest unfinished action of this rank, and the line that its main thread executes."""
         oldest = self.oldest()
         return f"{UNWATCHED if oldest is None else oldest.described().rstrip(',')}{main_place()}"
 
     def _guard(self) -> float:
-        """Check whether an action takes too long. Returns the seconds until the next check."""
+        """End the process if an action takes too long. Returns the seconds until the next check."""
         oldest = self.oldest()
         if oldest is not None and time.monotonic() - oldest.began > oldest.limit_s:
             self._give_up(oldest)
         return min(1.0, self._shortest_s / 4)
 
     def _follow_device(self) -> float | None:
-        """Pop actions that the device has finished. Returns None once the device cannot be queried."""
+        """Pop actions that the device has finished. Returns seconds to wait; None if the device cannot be queried."""
         try:
             while self._issued and self._issued[0][1]():
                 self._device_idle_since = time.monotonic()
@@ -225,10 +225,10 @@ class Watchdog:
         return min(0.2, self._shortest_s / 20)
 
     def _follow_peers(self) -> float | None:
-        """Answer a rank that has given up, and exchange reports of work. Returns None once the store is gone."""
+        """Answer a rank's roll call, and exchange reports of work. Returns seconds to wait; None without a store."""
         now, current, oldest, pause = time.monotonic(), self._current, self.oldest(), self._shortest_s / 16
         waits = now - (oldest.began if oldest else self._resumed) > 2 * pause
-        # Short pieces of work may all fall between two calls.
+        # Short work may begin and end between two calls.
         works = self._at_work > 0 or now - self._worked < 2 * pause
         assert self._peers is not None, "this is called with peers only"
         with contextlib.suppress(Exception):  # The store is gone.
@@ -254,13 +254,13 @@ class Watchdog:
                     flush=True,
                 )
         more = self._on_exit()
-        if answers is None:  # The first one ends the job after its report.
+        if answers is None:  # The first rank that gave up ends the job after its report.
             time.sleep(2 * self._roll_call_s)
         leave(more if answers is not None else "", FAILED)
 
     def _roll_call(self) -> dict[int, str | None] | None:
-        """The answers of all ranks, see `Peers.roll_call`. Empty without peers or a store: each rank then reports for
-        itself.
+        """Return the answers of all ranks (see `Peers.roll_call`). The result is empty without peers or a store: each
+        rank then reports for itself.
         """
         if self._peers is None:
             return {}
@@ -275,8 +275,8 @@ class Watchdog:
 
 
 def _repeat(name: str, watchdog: Watchdog, check: Callable[[Watchdog], float | None]) -> None:
-    """Call `check` repeatedly in a thread, as long as `watchdog` exists. It returns the seconds until the next call, or
-    None to end. The thread does not keep the watchdog alive, nor a runner and process groups that it refers to.
+    """Call `check` repeatedly in a thread, as long as `watchdog` exists. `check` returns the seconds until the next
+    call, or None to end. The thread keeps neither the watchdog nor objects to which the watchdog refers alive.
     """
     existing = weakref.ref(watchdog)
 
@@ -291,8 +291,8 @@ def _repeat(name: str, watchdog: Watchdog, check: Callable[[Watchdog], float | N
 
 
 def watched(call: Callable[P, T], *, patient: bool = False) -> Callable[P, T]:
-    """Decorate a call of all ranks, so that the watchdog of a topology watches it. One argument is the topology or has
-    it as an attribute; `timeout_s` may be an argument, or an attribute of `self`.
+    """Decorate a function that all ranks call, so that a topology's watchdog watches it. One argument is the topology
+    or has it as an attribute; `timeout_s` may be an argument, or an attribute of `self`.
     """
 
     @wraps(call)

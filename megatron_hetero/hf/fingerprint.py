@@ -1,4 +1,4 @@
-"""Fingerprints of weights: hashes of names, dtypes, shapes and samples of tensors. Little of a large model is read."""
+"""Fingerprints of weights: hashes of names, dtypes, shapes and samples of tensors. Only a small sample is read."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron_hetero.base.errors import UserError, in_short, os_errors_as, reaso
 from megatron_hetero.base.files import open_regular
 
 _SAMPLES, _SAMPLE_BYTES = 4, 1024
-"""Maximum samples of a tensor, and their size in bytes. They are evenly spaced, from its first to its last byte."""
+"""Maximum samples of a tensor, and bytes of each. Samples are evenly spaced from the first to the last byte."""
 _MAX_SAMPLES = 1 << 12
-"""Maximum samples of all tensors, unless one sample of each is more."""
+"""Maximum samples of all tensors together, unless one sample per tensor is more."""
 _MAX_HEADER_BYTES = 100_000_000
 """Maximum bytes of the JSON header of a file, as in safetensors."""
 

@@ -1,7 +1,7 @@
-"""Fused tensors: tensors of a folder that contain several matrices of the model, such as of all experts of a layer.
+"""Fused tensors: tensors of a folder that contain several matrices of the model, such as all experts of a layer.
 
-A fused tensor has three dims. Matrices with the same index in dim 0 are stacked, the rows of one below the rows of the
-other. In some folders fused tensors are transposed: the last two dims are exchanged.
+A fused tensor has three dims. Matrices with the same index in dim 0 are stacked along their rows. In some
+folders fused tensors are transposed: the last two dims are exchanged.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Cut:
     transposed: bool
 
     def source(self, rows: Interval | None = None, columns: Interval | None = None) -> tuple[int, slice, slice]:
-        """The index in the fused tensor of these rows and columns of the matrix, by default of all."""
+        """Return the index in the fused tensor of the matrix's `rows` and `columns`, by default all of them."""
         start, stop = rows or (0, self.rows[1] - self.rows[0])
         row_slice = slice(self.rows[0] + start, self.rows[0] + stop)
         column_slice = slice(None) if columns is None else slice(*columns)
         return (self.index, column_slice, row_slice) if self.transposed else (self.index, row_slice, column_slice)
 
     def turned(self, values: Tensor) -> Tensor:
-        """Convert values of the fused tensor to values of the matrix, or back."""
+        """Convert values from the orientation of the fused tensor to the orientation of the matrix, or back."""
         return values.t() if self.transposed else values
 
 
@@ -49,22 +49,22 @@ class Fused:
 
     @property
     def matrices(self) -> Iterator[str]:
-        """Names of all matrices."""
+        """Names of all matrices in the fused tensor."""
         return (name for stacked in self.names for name in stacked)
 
     def shape(self, transposed: bool) -> tuple[int, int, int]:
-        """The shape of the tensor."""
+        """Return the shape of the fused tensor, `transposed` or not."""
         rows = sum(self.rows)
         return (len(self.names), self.columns, rows) if transposed else (len(self.names), rows, self.columns)
 
     def is_transposed(self, shape: tuple[int, ...]) -> bool | None:
-        """Whether a tensor of this shape is transposed; None if it is another tensor. One with as many rows as columns
-        is taken as not transposed, as in transformers.
+        """Return whether a tensor of this shape is the transposed fused tensor, or None if it is another tensor. A
+        tensor with as many rows as columns counts as not transposed, as in transformers.
         """
         return next((each for each in (False, True) if self.shape(each) == shape), None)
 
     def cuts(self, transposed: bool) -> Iterator[tuple[str, Cut]]:
-        """Yield name and place of each matrix."""
+        """Yield the name and the place of each matrix."""
         for index, stacked in enumerate(self.names):
             for name, rows in zip(stacked, pairwise(accumulate(self.rows, initial=0)), strict=True):
                 yield name, Cut(index, rows, transposed)
@@ -90,8 +90,8 @@ def _fused(stacks: Iterable[Iterable[str]], tensors: TensorShapes) -> Fused:
 def fusing(
     fused: Fused, transposed: bool, dtype: torch.dtype, put: Callable[[Tensor], None]
 ) -> dict[str, Callable[[Tensor], None]]:
-    """Return for each matrix of a fused tensor a function to call with its values, once. After the last one, `put` is
-    called with the tensor.
+    """Return, for each matrix of a fused tensor, a function to be called once with the matrix's values. After the last
+    call, `put` is called with the fused tensor.
     """
     cuts, whole = dict(fused.cuts(transposed)), list[Tensor]()
     missing = set(cuts)

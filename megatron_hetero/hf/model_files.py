@@ -19,7 +19,7 @@ from megatron_hetero.base.files import read_bytes, read_object, shown
 from megatron_hetero.base.lock import alone
 from megatron_hetero.base.outputs import lock_of, mark, new_beside, remove_leftovers, remove_marked, what_would_be_lost
 
-# Commands import this file, and import torch later, which takes seconds.
+# Commands import this file before torch, whose import takes seconds.
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -31,7 +31,7 @@ TOKENIZER_FILES = (
     *("chat_template.jinja", "chat_template.json"),
 )
 NESTED = "processor_config.json"
-"""The file of newer folders with the settings of all processors, each under a key."""
+"""Name of the file in newer folders with the settings of all processors, each under a key."""
 PROCESSOR_FILES = ("preprocessor_config.json", NESTED, "video_preprocessor_config.json")
 COMPANIONS = (CONFIG, "generation_config.json", *TOKENIZER_FILES, *PROCESSOR_FILES)
 """Names of files other than weights: configuration, tokenizer, processor, chat template."""
@@ -43,7 +43,7 @@ SINGLE = "model.safetensors"
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 _FILE_NAME = re.compile(r"[\w.-]{1,200}\.safetensors")
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-"""Names of files in a Hugging Face cache: the Git hash or SHA-256 of their content."""
+"""Pattern of file names in a Hugging Face cache: the Git hash or SHA-256 of their content."""
 _MAX_INDEX_BYTES = 64 * 2**20
 """Maximum size of an index: enough for half a million tensors."""
 Changes = Mapping[str, Mapping[str, str | None]]
@@ -78,8 +78,8 @@ def require_own_files(folder: Path) -> None:
 
 
 def weight_files(folder: Path, adapters: Iterable[Path | None] = ()) -> list[Path]:
-    """The weight files of a folder. `adapters`: folders whose adapters are loaded. Raises `UserError` if there are no
-    weight files or it is ambiguous which ones, or if the index cannot be read or names files elsewhere, also by links.
+    """Return the weight files of a folder. `adapters`: folders whose adapters are loaded. Raises `UserError` if weight
+    files are missing or ambiguous, or if the index is unreadable or names files elsewhere, also by links.
     """
     require_own_files(folder)
     index, single = folder / INDEX, (folder / SINGLE).is_file()
@@ -110,7 +110,7 @@ def weight_files(folder: Path, adapters: Iterable[Path | None] = ()) -> list[Pat
 
 
 def all_finite(values: Tensor) -> bool:
-    """Whether no value is NaN or infinite. Allocates nothing, and is faster than reading the values."""
+    """Return whether all values are finite, without allocating a mask."""
     return values.numel() == 0 or all(bool(bound.isfinite()) for bound in values.aminmax())
 
 
@@ -118,7 +118,7 @@ def all_finite(values: Tensor) -> bool:
 
 
 def read_companions(folder: Path, changes: Mapping[str, str | None] = {}) -> Companions:
-    """The companions of a folder with `changes`: new texts by name, or None to omit a file. Raises `UserError`."""
+    """Read the companions of a folder. `changes`: new texts by name, or None to omit a file. Raises `UserError`."""
 
     def unreadable(error: OSError) -> UserError:
         problem, why = f"cannot be read ({reason(error)})", "it goes into the exported model"
@@ -132,16 +132,16 @@ def read_companions(folder: Path, changes: Mapping[str, str | None] = {}) -> Com
 
 
 class FolderWriter:
-    """Writes a `transformers` folder shard by shard into a temporary folder, renamed when complete.
+    """A writer of a `transformers` folder, shard by shard, to a temporary folder, which is renamed when complete.
 
-    `shapes`: the shape of every tensor. Call `put` for each tensor, then `finish`. Any order works; in the order of
+    `shapes`: the shape of every tensor. Call `put` for each tensor in any order, then `finish`. In the order of
     `shapes`, at most one shard is in memory.
     """
 
     single = SINGLE
-    """The name of the file if there is only one."""
+    """Name of the weight file if there is only one."""
     copies: Collection[str] = ()
-    """Names of tensors that are copied from another model, and do not count for the dtype in the configuration."""
+    """Names of tensors copied from another model, which do not affect the dtype in the configuration."""
 
     def __init__(self, target: Path, shapes: Mapping[str, tuple[int, ...]], dtype: Dtypes, limit: int = SHARD_BYTES):
         self.target = target
@@ -153,7 +153,7 @@ class FolderWriter:
         self._waiting: list[dict[str, Tensor]] = [{} for _ in self.shards]
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Add one tensor on the CPU. Its shard is written once it is complete."""
+        """Add one tensor on the CPU, and write its shard once all tensors of the shard have been added."""
         shard = self._shard_of[name]
         self._waiting[shard][name] = tensor.to(self.dtypes[name]).contiguous()
         if len(self._waiting[shard]) == len(self.shards[shard]):
@@ -167,7 +167,7 @@ class FolderWriter:
             self._waiting[shard].clear()
 
     def file_name(self, shard: int) -> str:
-        """The file of a shard, named as transformers does."""
+        """Return the file name of a shard in the naming scheme of transformers."""
         total = len(self.shards)
         return self.single if total == 1 else f"model-{shard + 1:05d}-of-{total:05d}.safetensors"
 
@@ -191,8 +191,8 @@ class FolderWriter:
 
 
 def plan_shards(sizes: Mapping[K, int], limit: int) -> list[list[K]]:
-    """Distribute tensors, given their bytes, in order to one or more files of at most `limit` bytes; a larger tensor
-    gets its own file.
+    """Distribute tensors, given their sizes in bytes, in order over one or more files of at most `limit` bytes. A
+    larger tensor gets a separate file.
     """
     shards: list[list[K]] = [[]]
     filled = 0
@@ -207,7 +207,7 @@ def plan_shards(sizes: Mapping[K, int], limit: int) -> list[list[K]]:
 
 def require_writable(folder: Path) -> None:
     """Check that `folder` can be created or replaced. Raises `UserError`."""
-    if os.path.ismount(folder):  # cannot be renamed
+    if os.path.ismount(folder):  # A mount point cannot be renamed.
         expected, why = "a folder that can be replaced", "an export is written next to its folder and then replaces it"
         fix = f"choose a folder inside it, such as {folder / 'model'} (of a run export.hf_dir)"
         raise UserError.at(folder, found="a mount point", expected=expected, because=why, fix=fix)
@@ -270,7 +270,7 @@ def folder_writer(
     limit: int = SHARD_BYTES,
 ) -> Iterator[FolderWriter]:
     """Yield a `FolderWriter`, which is finished on success and leaves nothing behind on failure. Raises `UserError` if
-    the folder cannot be written, as on a full disk, and if another process writes there.
+    the folder cannot be written, as on a full disk, or if another process writes to `target`.
     """
     writer = FolderWriter(target, shapes, dtype, limit)
     require_writable(target)

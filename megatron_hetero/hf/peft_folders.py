@@ -1,14 +1,14 @@
-"""PEFT folders: `adapter_config.json` and `adapter_model.safetensors`, read strictly, and what a new one contains.
+"""Strict reading of PEFT folders (`adapter_config.json`, `adapter_model.safetensors`), and contents of new ones.
 
 For a linear layer at PATH of a `transformers` model keys are `base_model.model.PATH.lora_A.weight` [r, in] and
 `base_model.model.PATH.lora_B.weight` [out, r]; tensors in `modules_to_save` have their usual keys. For a parameter of E
-matrices, such as of experts, PATH is its module:
+matrices, such as those of experts, PATH is the path of its module:
 
     lora_A.weight [E r, in]     rows e r + j: direction j of expert e
     lora_B.weight [out, r E]    column j E + e: direction j of expert e
 
 A module's second parameter has `base_layer.` before `lora_`. Which parameter has which key depends on an order in PEFT,
-but their shapes differ. PEFT takes ranks from the configuration; here the tensors have them, and both must agree.
+but their shapes differ. PEFT takes ranks from the configuration; here they come from tensors, and both must agree.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from megatron_hetero.hf.model_files import all_finite, require_own_files
 T = TypeVar("T")
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""Prefix of all keys."""
+"""Prefix of all keys in `adapter_model.safetensors`."""
 MAX_PATTERNS, MAX_CHARACTERS = 4096, 256
-"""Limits on the patterns of a key, such as `rank_pattern`, and on their length."""
+"""Limits on the number of patterns of a key, such as `rank_pattern`, and on the characters of each pattern."""
 _MATCH_S = 1.0
-"""Time-out in seconds of matching a path: some patterns take hours, and a stranger may have written them."""
+"""Time-out in seconds for matching a path: some patterns take hours, and the file may be untrusted."""
 _PAIR = re.compile(r"(?P<layer>.+)\.lora_(?P<kind>[AB])\.weight")
 _UNSUPPORTED = {
     ".lora_embedding_": "an adapter of an embedding",
@@ -160,8 +160,8 @@ class PeftFolder:
         return values
 
     def is_zero(self, pair: Pair) -> bool:
-        """Whether both matrices of a pair are zero. Such a pair never trains; exports have some for layers without an
-        adapter.
+        """Return whether both matrices of a pair are zero. Such a pair never trains; exports contain such pairs for
+        layers without an adapter.
         """
         handle, keys = _opened(self.folder)
         first = handle.get_slice(keys[f"{pair.key}.lora_A.weight"])[:1]
@@ -170,8 +170,8 @@ class PeftFolder:
 
 
 class Pattern:
-    """A regular expression in `adapter_config.json`, at the place `where`, which matches the end of a path: all of it,
-    or what follows a dot. Raises `UserError`, here and when a path takes too long to match.
+    """A regular expression at the place `where` of `adapter_config.json`, which matches a whole path or the text after
+    one of its dots. Construction, and a match that takes too long, raise `UserError`.
     """
 
     def __init__(self, where: str, text: str) -> None:
@@ -188,7 +188,7 @@ class Pattern:
             raise self._unsupported(str(error)) from None
 
     def matches(self, path: str) -> bool:
-        """Whether it matches the end of a path."""
+        """Return whether the pattern matches the end of a path."""
         try:
             return path.endswith(self._end) and self._match(path) is not None
         except TimeoutError:
@@ -200,7 +200,7 @@ class Pattern:
 
 
 def patterns(where: str, values: Mapping[str, T]) -> list[tuple[Pattern, T]]:
-    """The patterns at a place of `adapter_config.json` with their values. Raises `UserError`."""
+    """Return the patterns at a place of `adapter_config.json` with their values. Raises `UserError`."""
     if len(values) > MAX_PATTERNS:
         raise UserError.at(where, found=f"{len(values)} patterns", expected=f"at most {MAX_PATTERNS}", fix=_RESTORE)
     return [(Pattern(where, text), value) for text, value in values.items()]
@@ -212,7 +212,7 @@ def _matching(patterns: Iterable[tuple[Pattern, T]], path: str) -> Iterator[T]:
 
 
 def has_adapter(folder: Path) -> bool:
-    """Whether a folder is a PEFT folder, complete or not."""
+    """Return whether a folder is a PEFT folder, complete or not."""
     return (folder / ADAPTER_CONFIG).exists() or (folder / ADAPTER_WEIGHTS).exists()
 
 
@@ -233,7 +233,7 @@ def _read_config(folder: Path, setting: str, otherwise: str) -> _Config:
         raise UserError.at(folder, found=found, expected=expected, fix="copy the folder again")
     config = read_object(path)
     config.setdefault("peft_type", None)
-    # Top level only: a key `bias` of `rank_pattern` names a layer.
+    # Check keys at the top level only: a key `bias` of `rank_pattern` names a layer.
     check(path, {key: value for key, value in config.items() if key in SUPPORTED}, SUPPORTED)
     try:
         values = msgspec.convert(config, _Config)
@@ -244,8 +244,8 @@ def _read_config(folder: Path, setting: str, otherwise: str) -> _Config:
 
 
 def _require_unquantised(path: Path, base: object) -> None:
-    """Check by its name that the base of an adapter is not quantised: a folder that a stranger named is not opened.
-    Raises `UserError`.
+    """Check that the name of an adapter's base model is not that of a quantised one. The base is not opened, since its
+    path is untrusted. Raises `UserError`.
     """
     if isinstance(base, str) and _QUANTISED.search(base.rstrip("/").rpartition("/")[2]):
         raise UserError.at(
@@ -259,7 +259,7 @@ def _require_unquantised(path: Path, base: object) -> None:
 
 @lru_cache(maxsize=8)
 def _handle(path: Path, _: tuple[int, int]) -> tuple[Any, Mapping[str, str]]:
-    """Open a file. Returns it and its keys, by name without `PREFIX`. `_`: its time and size, for the cache."""
+    """Open a file. Returns its handle, and its keys by name without `PREFIX`. `_`: its time and size, for the cache."""
     try:
         handle = safe_open(path, framework="pt", device="cpu")
         stored = list(handle.keys())
@@ -323,13 +323,13 @@ def _pair(path: Path, key: str, shapes: Mapping[str, tuple[int, ...]]) -> Pair:
 
 
 def from_columns(second: Tensor, experts: int) -> Tensor:
-    """Reorder B of experts from PEFT's [out, r E] to [E out, r], expert by expert."""
+    """Reorder the matrix B of all experts from PEFT's [out, r E] to [E out, r], expert by expert."""
     out, columns = second.shape
     return second.view(out, columns // experts, experts).permute(2, 0, 1).reshape(experts * out, columns // experts)
 
 
 def to_columns(second: Tensor, experts: int) -> Tensor:
-    """Reorder B of experts from [E out, r] to PEFT's [out, r E]."""
+    """Reorder the matrix B of all experts from [E out, r] to PEFT's [out, r E]."""
     rows, r = second.shape
     return second.view(experts, rows // experts, r).permute(1, 2, 0).reshape(rows // experts, r * experts)
 
@@ -381,7 +381,7 @@ def config_text(
 
 
 def _neat(value: float) -> float:
-    """Return a number of four decimals if it differs from `value` by rounding alone, else `value`."""
+    """Return `value` rounded to four decimals if this changes it by floating-point error alone, else `value`."""
     near = round(value, 4)
     return near if math.isclose(value, near, rel_tol=1e-12) else value
 

@@ -23,7 +23,7 @@ _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class _Place(NamedTuple):
-    """Where a tensor is stored: its file, its name there, and its place in a fused tensor if it is in one."""
+    """The location of a tensor: its file, its name in the file, and its place in a fused tensor, if it is in one."""
 
     path: Path
     stored: str
@@ -32,17 +32,17 @@ class _Place(NamedTuple):
 
 @dataclass
 class StoredWeights:
-    """Tensors of a folder, read on demand. Names are canonical ones."""
+    """The tensors of a folder, read on demand by their canonical names."""
 
     folder: Path
     fused: Mapping[str, Fused] = field(default_factory=dict)
     """Fused tensors that the folder may have, by name."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Shapes by name; a fused tensor is replaced by its matrices."""
+    """Shapes of all tensors by name, with the matrices of a fused tensor in its place."""
     fresh: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors that replace tensors of the folder, by name."""
     copied: Sequence[str] = ()
-    """Patterns of names of tensors that are only copied."""
+    """Patterns of the names of tensors that exports copy unchanged."""
     _types: dict[str, str] = field(default_factory=dict)
     _where: dict[str, _Place] = field(default_factory=dict)
     _open: dict[Path, Any] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class StoredWeights:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The weight files."""
+        """Paths of the weight files."""
         return tuple(self._open)
 
     def _add(self, path: Path, canonical: Callable[[str], str]) -> None:
@@ -86,7 +86,7 @@ class StoredWeights:
                 self.shapes[each], self._types[each] = shape, tensor.get_dtype()
 
     def _unfused(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], Cut | None]]:
-        """Yield the matrices of a fused tensor, and any other tensor itself: name, shape and place."""
+        """Yield name, shape and place of each matrix of a fused tensor, or of any other tensor itself."""
         fused = self.fused.get(name)
         transposed = None if fused is None else fused.is_transposed(shape)
         if fused is None or transposed is None:
@@ -112,7 +112,7 @@ class StoredWeights:
 
     @property
     def _in_folder(self) -> dict[str, str]:
-        """Names of fused tensors by matrix, for matrices that the folder does not have one by one."""
+        """Names of fused tensors by matrix, for fused tensors whose matrices the folder does not store separately."""
         alone = {name for name, place in self._where.items() if place.cut is None}
         return {
             matrix: name
@@ -123,20 +123,20 @@ class StoredWeights:
 
     @cached_property
     def unchanged(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of tensors that are only copied, without scalars."""
+        """Shapes by name of the tensors, except scalars, that exports copy unchanged."""
         return {
             name: size for name, size in self.shapes.items() if size and any(fnmatchcase(name, p) for p in self.copied)
         }
 
     @property
     def notice(self) -> str:
-        """A line for the user about tensors that are only copied; empty if there are none."""
+        """A line for the user about tensors that exports copy unchanged; empty if there are none."""
         what = f"exports have {listed(self.unchanged)} of {self.folder} unchanged: training does not update them"
         return what if self.unchanged else ""
 
     def require(self, expected: Mapping[str, tuple[int, ...]], optional: frozenset[str] = frozenset()) -> None:
-        """Check that the folder has exactly the `expected` tensors and `unchanged` ones, in their shapes and in a
-        supported dtype. Raises `UserError` listing all faults.
+        """Check that the folder has exactly the `expected` and `unchanged` tensors (and any `optional` ones), with
+        these shapes and supported dtypes. Raises `UserError` listing all faults.
         """
         expected = {**expected, **self.unchanged}
         in_folder, unfit = self._in_folder, self.fused.keys() & self.shapes.keys()
@@ -157,23 +157,23 @@ class StoredWeights:
             raise UserError.at(self.folder, found=found, expected=", ".join(_STORED), because=why, fix=fix)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype in which a required tensor is stored."""
+        """Return the dtype in which a required tensor is stored."""
         return self.fresh[name].dtype if name in self.fresh else _STORED[self._types[name]]
 
     def whole(self, name: str) -> Tensor:
-        """A whole tensor as stored."""
+        """Read a whole tensor in its stored dtype and shape. Raises `UserError` if a value is not finite."""
         if name in self.fresh:
             return self.fresh[name]
         path, stored, cut = self._where[name]
-        # A new handle: pages that a handle has mapped count as this process's memory until it is closed.
+        # Open a new handle: pages that a handle has mapped count as this process's memory until it is closed.
         with _intact(path, f"an unreadable tensor {stored}"), safe_open(path, framework="pt", device="cpu") as handle:
             values = handle.get_tensor(stored) if cut is None else cut.turned(handle.get_slice(stored)[cut.source()])
         self._require_finite(name, values)
         return values.contiguous()
 
     def require_copy(self, copy: str, original: str, slices: Iterable[TensorSlice]) -> None:
-        """Check that a tied weight that is stored twice, as `copy` and `original`, has the same values in these
-        `slices` of the latter. Raises `UserError`.
+        """Check that a tied weight that is stored twice, as `copy` and `original`, has equal values in these `slices`
+        of `original`. Raises `UserError`.
         """
         same = self.shapes[copy] == self.shapes[original] and self._types[copy] == self._types[original]
         same = same and all(
@@ -185,7 +185,7 @@ class StoredWeights:
             raise UserError.at(self.folder, found=found, expected="equal ones", because=why, fix=fix)
 
     def read(self, tensor_slice: TensorSlice) -> Tensor:
-        """The values of one slice: 1-D if the stored tensor is, else 2-D. Raises `UserError` if one is not finite."""
+        """Read one slice: 1-D if the stored tensor is 1-D, else 2-D. Raises `UserError` if a value is not finite."""
         if tensor_slice.name in self.fresh:
             drawn = self.fresh[tensor_slice.name]
             drawn = drawn.flatten(1) if drawn.dim() > 2 else drawn
@@ -209,7 +209,7 @@ class StoredWeights:
 
 @contextmanager
 def _intact(path: Path, problem: str) -> Iterator[None]:
-    """Convert a failure to read a file to a `UserError`."""
+    """Convert errors of reading a file inside the context to a `UserError` with the `problem`."""
     try:
         yield
     except (SafetensorError, OSError) as error:

@@ -1,8 +1,8 @@
-"""The slices of stored tensors that local parameters consist of. Pure: the same map loads, saves, and counts copies.
+"""The slices of stored tensors that make up local parameters. The same map is used to load, save and count copies.
 
 A local parameter is a stack of `TensorSlice`s: rectangles of stored tensors, one below the other, and zero elsewhere.
-Under `tp` the rectangles differ from rank to rank. A rectangle on several ranks, or twice on one, is a replicated
-slice.
+Under `tp` the rectangles differ between ranks. A rectangle that occurs on several ranks, or twice on one rank, is a
+replicated slice.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ TensorShapes = dict[str, tuple[int, ...]]
 MAIN = "main"
 """The view of a layout to which parameters belong by default."""
 ALIGNMENT = 8
-"""Rows or columns of widths that are split over tp are padded to a multiple of it on each rank: 16 bytes in bfloat16,
-the unit of matrix products on tensor cores (NVIDIA, "Matrix Multiplication Background User's Guide", 2023). Weights and
-gradients of the padding are zero.
+"""Each rank's rows or columns of a width that is split over `tp` are padded to a multiple of this: 16 bytes in
+bfloat16, the unit of matrix products on tensor cores (NVIDIA, "Matrix Multiplication Background User's Guide", 2023).
+Weights and gradients of the padding are zero.
 """
 
 
 class Share(NamedTuple):
-    """The share of member `rank` of the `ranks` over which a view splits a parameter."""
+    """The share of rank number `rank` when a view splits a parameter over `ranks` ranks."""
 
     rank: int
     ranks: int
@@ -37,7 +37,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Rows (and columns, by default all) [start, stop) of the stored tensor `name`, from row `at` of the parameter on.
+    """Rows and columns (None: all) [start, stop) of the stored tensor `name`, at row `at` and below in a parameter.
 
     Stored tensors of more than two dims are matrices: all dims but the first are columns. `padding`: columns, or rows
     without `columns`, of zeros that follow in the parameter.
@@ -56,7 +56,7 @@ class TensorSlice:
 
     @property
     def empty(self) -> bool:
-        """Whether it has no elements, like the share of the last ranks if tp does not divide a size."""
+        """Whether the slice has no elements, as on the last ranks if `tp` does not divide a size."""
         return self.rows[0] == self.rows[1] or (self.columns is not None and self.columns[0] == self.columns[1])
 
     @property
@@ -84,16 +84,16 @@ class WeightSource(Protocol):
         ...
 
     def read(self, tensor_slice: TensorSlice) -> Tensor:
-        """The values of one slice: 1-D if the tensor is, else 2-D."""
+        """Read the values of one slice: 1-D if the stored tensor is 1-D, else 2-D."""
         ...
 
     def require_copy(self, copy: str, original: str, slices: Iterable[TensorSlice]) -> None:
-        """Check that two tensors are the same in these `slices` of the latter. Raises `UserError`."""
+        """Check that tensors `copy` and `original` are equal in these `slices` of `original`. Raises `UserError`."""
         ...
 
 
 def stack(*intervals: tuple[str, Interval]) -> tuple[TensorSlice, ...]:
-    """Slices of whole rows, one below the other, by name and interval of rows, which may be empty."""
+    """Return slices of whole rows, one below the other, given tensor names and row intervals, which may be empty."""
     slices: list[TensorSlice] = []
     at = 0
     for name, (start, stop) in intervals:
@@ -103,43 +103,43 @@ def stack(*intervals: tuple[str, Interval]) -> tuple[TensorSlice, ...]:
 
 
 def share(size: int, tp_rank: int, tp: int, multiple: int = 1) -> tuple[Interval, int]:
-    """The interval [start, stop) of `size` on rank `tp_rank` of `tp`, and its length, padded to a `multiple`."""
+    """Return the interval [start, stop) of `size` on rank `tp_rank` of `tp`, and its length padded to a `multiple`."""
     length = -(-size // (tp * multiple)) * multiple
     start = min(size, length * tp_rank)
     return (start, min(size, start + length)), length
 
 
 def split_length(size: int, ranks: int) -> int:
-    """The padded length of each rank's share of `size`."""
+    """Return the padded length of each rank's share of `size`."""
     return share(size, 0, ranks, ALIGNMENT)[1]
 
 
 def split_rows(name: str, size: int, member: Share) -> tuple[TensorSlice, ...]:
-    """A rank's rows of a tensor of `size` rows, padded."""
+    """Return the slice with a rank's rows of a tensor of `size` rows, padded to the length of each share."""
     rows, length = share(size, *member, ALIGNMENT)
     return (TensorSlice(name, rows, padding=length - (rows[1] - rows[0])),)
 
 
 def split_columns(name: str, rows: int, size: int, member: Share) -> tuple[TensorSlice, ...]:
-    """A rank's columns of a matrix of `size` columns, padded."""
+    """Return the slice with a rank's columns of a matrix of `size` columns, padded to the length of each share."""
     columns, length = share(size, *member, ALIGNMENT)
     return (TensorSlice(name, (0, rows), columns=columns, padding=length - (columns[1] - columns[0])),)
 
 
 def whole(name: str, rows: int) -> tuple[TensorSlice, ...]:
-    """A whole tensor."""
+    """Return the slice that is a whole tensor of `rows` rows."""
     return stack((name, (0, rows)))
 
 
 def columns(name: str, rows: int, interval: Interval) -> tuple[TensorSlice, ...]:
-    """An interval of the columns of a matrix."""
+    """Return the slice with an interval of the columns of a matrix of `rows` rows."""
     return (TensorSlice(name, (0, rows), columns=interval),)
 
 
 @dataclass(frozen=True)
 class Held:
-    """Copies of a parameter's slices in a tensor-parallel group. `sharded`: whether ranks have different slices.
-    `copies`: for each slice the number of its copies in the group.
+    """The copies of a parameter's slices in a tensor-parallel group. `sharded`: whether ranks have different slices.
+    `copies`: the number of copies of each slice in the group.
     """
 
     sharded: bool
@@ -152,7 +152,7 @@ class Held:
 
 
 def held(maps: Sequence[WeightMap]) -> tuple[dict[str, Held], ...]:
-    """For each tp rank, the copies of its parameters by name, given the maps of all tp ranks in order."""
+    """Return, for each tp rank, the copies of its parameters by name, given the maps of all tp ranks in order."""
     result: list[dict[str, Held]] = [{} for _ in maps]
     for name in maps[0]:
         counts = Counter(tensor_slice.rectangle for m in maps for tensor_slice in m[name])
@@ -172,5 +172,5 @@ def load_slices(parameter: Tensor, slices: Sequence[TensorSlice], values: Sequen
 
 
 def extract_slice(parameter: Tensor, tensor_slice: TensorSlice) -> Tensor:
-    """The values of one slice of a local parameter."""
+    """Return the values of one slice of a local parameter."""
     return parameter.detach()[tensor_slice.place]

@@ -1,1 +1,1 @@
-"""A configuration bound to a world of ranks: single modules, and the job with graph, batch and schedule."""
+"""Configurations bound to a world of ranks: single modules, and the job with its graph, batch and schedule."""

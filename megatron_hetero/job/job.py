@@ -1,5 +1,5 @@
-"""A configuration in a world of ranks: shapes, layouts, batch and schedule, checked against each other. Pure: needs
-neither Megatron-Core nor a process group.
+"""Binds a configuration to a world of ranks: shapes, layouts, batch and schedule, checked against each other. Pure:
+needs neither Megatron-Core nor a process group.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings, resolve_settings, sharing_encoders
 
 MAX_TURNS = 1 << 15
-"""Limit on stages times micro-batches of a step, because its schedule is built and checked action by action."""
+"""Maximum number of stages times micro-batches in a step: schedules are built and checked action by action."""
 SCHEDULES = 32
-"""Size of the cache of schedules."""
+"""Maximum number of schedules in the cache."""
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Samples of a step: `replicas` of the text module, each with `micro_batches` of `samples`. `end`: the length of
-    the stream of samples if it is finite; the last steps may then have fewer samples, or none.
+    """The shape of a step's batch: each of `replicas` of the text module has `micro_batches` micro-batches of `samples`
+    samples. `end`: the length of a finite stream of samples; its last steps may have fewer samples, or none.
     """
 
     replicas: int
@@ -53,35 +53,35 @@ class BatchShape:
 
     @property
     def step_samples(self) -> int:
-        """Number of samples of one step, the global batch."""
+        """The number of samples in one step, the global batch size."""
         return self.replicas * self.micro_batches * self.samples
 
     def step(self, step: int) -> range:
-        """Return the samples of all replicas in `step`. Samples of the stream are numbered from 0, steps from 1."""
+        """Return the numbers of all samples in `step`. Samples are numbered from 0, steps from 1."""
         return samples_of(step, self.step_samples, self.end)
 
     def numbers(self, step: int, replica: int, micro_batch: int) -> range:
-        """Return the samples of `step` on which a replica trains in a micro-batch."""
+        """Return the numbers of the samples on which a replica trains in a micro-batch of `step`."""
         first = (micro_batch * self.replicas + replica) * self.samples
         return self.step(step)[first : first + self.samples]
 
     def once(self, samples: int) -> Self:
-        """Return the shape for a stream of `samples` samples that is read once, with at most as many micro-batches a
-        step.
+        """Return the shape for reading a stream of `samples` samples once. A step has no more micro-batches than these
+        samples need.
         """
         needed = max(1, -(-samples // (self.replicas * self.samples)))
         return replace(self, micro_batches=min(self.micro_batches, needed), end=samples)
 
 
 def samples_of(step: int, size: int, end: int | None) -> range:
-    """Return the samples of a stream (from 0, of length `end` if not None) in `step` (from 1) of `size` samples."""
+    """Return the numbers of the samples in `step` (from 1) of `size` samples. `end`: the length of a finite stream."""
     last = step * size
     return range(last - size, last) if end is None else range(end)[last - size : last]
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits of a text replica's micro-batch: `tokens` without padding, `patches` by encoder (None: no limit)."""
+    """Limits on a text replica's micro-batch: `tokens` without padding; `patches` per encoder (None: no limit)."""
 
     tokens: int
     patches: int | None = None
@@ -89,15 +89,15 @@ class Budget:
 
 @dataclass(frozen=True, eq=False)
 class JobSpec:
-    """A configuration in a world of ranks.
+    """A configuration bound to a world of ranks.
 
     Attributes:
         config: the configuration.
-        folders: folders of the model, without further encoders.
-        shapes: shapes of all modules.
-        modules: all modules, encoders first.
-        batch: samples of a step; with a `budget`, as section `plan` assumes them, while each step has as many
-            micro-batches as its samples need.
+        folders: the folders of the model, without further encoders.
+        shapes: the shapes of all modules.
+        modules: all modules by name, encoders first.
+        batch: the shape of a step's batch. With a `budget` it is the shape that section `plan` assumes; real steps have
+            as many micro-batches as their samples need.
         frozen: the tensors that do not train.
     """
 
@@ -110,7 +110,7 @@ class JobSpec:
 
     @classmethod
     def of(cls, config: Config, world_size: int) -> JobSpec:
-        """Read the configuration of the model, and check all settings against it. Raises `UserError`."""
+        """Return the job of a configuration, with all settings checked against the model. Raises `UserError`."""
         model = config.model
         folders = ModelFolders.read(model.hf_path, model.hf_path_vision, model.fresh_projector)
         shapes = ModelShapes.of(folders, config.further_folders)
@@ -132,53 +132,53 @@ class JobSpec:
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
-        """Layouts of all modules."""
+        """The layouts of all modules, by name."""
         return {name: module.layout for name, module in self.modules.items()}
 
     @cached_property
     def stages(self) -> dict[str, tuple[PipelineStage, ...]]:
-        """Pipeline stages of all modules."""
+        """The pipeline stages of all modules, by name."""
         return {name: module.stages for name, module in self.modules.items()}
 
     @property
     def text(self) -> ModuleJob:
-        """The text module."""
+        """The job of the text module."""
         return self.modules[TEXT]
 
     @property
     def budget(self) -> Budget | None:
-        """Limits of a micro-batch; None if it is a number of samples."""
+        """The limits on a micro-batch in tokens and patches; None if it has a fixed number of samples."""
         return budget_of(self.config)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of weights and activations."""
+        """The dtype of weights and activations."""
         return DTYPES[self.config.model.dtype]
 
     @property
     def transport(self) -> torch.dtype:
-        """Dtype of rows on the wire."""
+        """The dtype in which rows are sent between modules."""
         return torch.bfloat16 if self.config.boundary.transport == "bfloat16" else self.dtype
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row on the wire."""
+        """The number of bytes of a row in transit between modules."""
         return self.shapes.text.hidden * self.transport.itemsize
 
     @property
     def optimizer(self) -> OptimizerKind:
-        """Kind of the optimizer."""
+        """The kind of the optimizer, such as AdamW."""
         return OPTIMIZERS[self.config.optimizer.name]
 
     @cached_property
     def sequence_parallel(self) -> dict[str, bool]:
-        """Whether each module's activations are split along the sequence over tp."""
+        """For each module, whether its activations are split along the sequence over tp."""
         return {name: module.sequence_parallel for name, module in self.modules.items()}
 
     @cached_property
     def edges(self) -> dict[Edge, tuple[str, ...]]:
-        """Edges from encoders to the text module, each with the outputs that cross it: all outputs between the same two
-        stages.
+        """The edges from encoders to the text module, each with the names of the outputs that cross it. All outputs
+        between the same two stages share an edge.
         """
         outputs_by_edge: dict[Edge, list[str]] = {}
         for name, shape in self.shapes.encoders.items():
@@ -193,17 +193,17 @@ class JobSpec:
 
     @property
     def outputs(self) -> dict[str, tuple[str, ...]]:
-        """Output names of each encoder."""
+        """The names of the outputs of each encoder."""
         return {name: tuple(shape.outputs) for name, shape in self.shapes.encoders.items()}
 
     @property
     def patch_limits(self) -> dict[str, int]:
-        """Limit on the patches of a rank in one call, by encoder that has such a limit."""
+        """The maximum number of patches of a rank in one call, for each encoder that has such a limit."""
         limits = {name: module.settings.patches_per_call for name, module in self.modules.items()}
         return {name: limit for name, limit in limits.items() if limit}
 
     def text_work(self, tokens: int) -> int:
-        """Predict the forward FLOPs of the text module for a sample of `tokens` tokens."""
+        """Return the FLOPs of a forward pass of the text module for a sample of `tokens` tokens."""
         return self.shapes.text.architecture.operations(Tokens([tokens]), passes=FORWARD)
 
     @cached_property
@@ -212,8 +212,8 @@ class JobSpec:
         return self.schedule_of(self.batch.micro_batches)
 
     def schedule_of(self, micro_batches: int, *, evaluation: bool = False) -> Schedule:
-        """Return the checked schedule of a step of `micro_batches`, or of an evaluation, which has no backward passes.
-        Raises `UserError`.
+        """Return the checked schedule of a training step of `micro_batches`, or of an `evaluation` without backward
+        passes. Raises `UserError` if settings and layouts do not fit.
         """
         self._require_rows_enter_early()
         frozen = [name for name in self.shapes.encoders if not self.modules[name].trains]
@@ -222,13 +222,13 @@ class JobSpec:
         return _checked_schedule(layouts, micro_batches, settings, tuple(forward_only), tuple(self.edges))
 
     def encoder_calls(self, micro_batches: int, *, evaluation: bool = False) -> dict[str, tuple[range, ...]]:
-        """Return for each encoder the ranges of micro-batches that it may encode in one call."""
+        """Return, for each encoder, the ranges of micro-batches that it may encode in one call."""
         schedule = self.schedule_of(micro_batches, evaluation=evaluation)
         return {name: schedule.in_one_call(name) for name in self.shapes.encoders}
 
     def _require_rows_enter_early(self) -> None:
-        """Check that rows of encoders that run ahead enter stages that schedules support. Raises `UserError` that
-        suggests a split of layers.
+        """Check that rows of encoders that run ahead enter only stages that schedules support. Raises `UserError` with
+        a suggested split of layers.
         """
         text, stages, taking_turns = self.layouts[TEXT], self.stages[TEXT], sharing_encoders(self.layouts, TEXT)
         virtual = len(stages) // text.pp
@@ -248,7 +248,7 @@ class JobSpec:
         raise UserError.at(where, found=found, expected=expected, because=why, fix=fix)
 
     def require_turns(self, maximum: int) -> None:
-        """Check that stages times micro-batches of a step are at most `maximum`. Raises `UserError`."""
+        """Check that stages times micro-batches in a step are at most `maximum`. Raises `UserError`."""
         batch, stages = self.batch, sum(map(len, self.stages.values()))
         micro_batches = max(1, maximum // stages)
         if batch.micro_batches > micro_batches:
@@ -260,19 +260,19 @@ class JobSpec:
 
     @property
     def balance(self) -> float:
-        """Weight of the loss that balances experts: its coefficient times experts / sparse layers²."""
+        """The weight of the load-balancing loss of experts: its coefficient times experts / (sparse layers)²."""
         text = self.shapes.text
         experts, sparse = text.counts.get("experts", 0), len(text.architecture.layers_in(EXPERTS.name))
         return self.config.model.router_aux_loss_coef * experts / sparse**2 if sparse else 0.0
 
     @property
     def graph(self) -> Graph:
-        """The graph of modules."""
+        """The graph of modules, with its edges and the width and dtypes of rows."""
         return Graph(tuple(self.edges), self.shapes.text.hidden, self.dtype, self.transport, self.edges)
 
     @property
     def needs(self) -> dict[str, GroupNeeds]:
-        """Groups that the modules need beyond those along their axes, by name."""
+        """The process groups that each module needs besides the groups along its axes."""
         return {
             name: GroupNeeds(
                 tied=name == TEXT and self.shapes.text.tied,
@@ -291,8 +291,8 @@ def _checked_schedule(
     forward_only: tuple[str, ...],
     edges: tuple[Edge, ...],
 ) -> Schedule:
-    """Build and check a schedule. Cached: few settings that a search varies change it, and steps of a token budget
-    repeat.
+    """Return a checked schedule. The result is cached, because most settings that a search varies do not change it, and
+    steps of a token budget repeat.
     """
     schedule = build_schedule(dict(layouts), micro_batches, settings, text=TEXT, forward_only=forward_only, edges=edges)
     check_schedule(schedule)
@@ -300,7 +300,7 @@ def _checked_schedule(
 
 
 def _require_modules(config: Config, shapes: ModelShapes) -> None:
-    """Check that the model has all modules that have settings. Raises `UserError`."""
+    """Check that all modules with settings exist in the model. Raises `UserError`."""
     for name, row in config.modules.items():
         if name not in shapes.modules:
             flag = "".join(f"-{setting}" for setting in row.given[:1])
@@ -311,7 +311,7 @@ def _require_modules(config: Config, shapes: ModelShapes) -> None:
 
 
 def _require_trained_projectors(config: Config, shapes: ModelShapes, frozen: Frozen) -> None:
-    """Check that a learning rate of projectors has some to train. Raises `UserError`."""
+    """Check that a projector trains if `optimizer.lr_projector` is set. Raises `UserError`."""
     projectors, rate = [shapes.subsets_of(name)[-1] for name in shapes.encoders], config.optimizer.lr_projector
     if rate is not None and frozen.subsets.issuperset(projectors):
         why, fix = f"model.freeze and model.train leave {', '.join(projectors)} frozen", "remove it, or train one"
@@ -319,8 +319,8 @@ def _require_trained_projectors(config: Config, shapes: ModelShapes, frozen: Fro
 
 
 def _require_used_rate(config: Config, shapes: ModelShapes) -> None:
-    """Check that `optimizer.lr` has an effect: on modules or projectors without a rate, or on how `optimizer.min_lr`
-    scales. Raises `UserError`.
+    """Check that `optimizer.lr` has an effect: on modules or projectors without another learning rate, or on the
+    scaling of `optimizer.min_lr`. Raises `UserError`.
     """
     optimizer = config.optimizer
     others_set = optimizer.lr_projector is not None and all(config.module(name).lr for name in shapes.modules)
@@ -330,7 +330,7 @@ def _require_used_rate(config: Config, shapes: ModelShapes) -> None:
 
 
 def _require_experts(config: Config, shapes: ModelShapes) -> None:
-    """Check that the model has experts if it has settings of experts. Raises `UserError`."""
+    """Check that the text module has experts if `model.router_aux_loss_coef` is set. Raises `UserError`."""
     coefficient = config.model.router_aux_loss_coef
     if coefficient and "experts" not in shapes.text.counts:
         raise wrong("model.router_aux_loss_coef", coefficient, "0", "the text module has no experts", "remove it")

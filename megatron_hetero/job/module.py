@@ -1,4 +1,4 @@
-"""A module in a world of ranks: its configuration record, bound to a shape, a layout and pipeline stages. Pure."""
+"""Binds the configuration of a module to a shape, a layout and pipeline stages in a world of ranks. Pure."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from megatron_hetero.models.layers.recompute import Recompute
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import prefix_of
 
-# These import Megatron-Core, which layouts and schedules do not need.
+# These modules import Megatron-Core, which layouts and schedules do not need.
 if TYPE_CHECKING:
     from megatron_hetero.groups.megatron import ModuleGroups
     from megatron_hetero.groups.platform import Platform
     from megatron_hetero.models.layers.offload import ActivationOffload
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""Types of `model.dtype` by name."""
+"""Torch dtypes by the values of `model.dtype`."""
 
 
 @dataclass(frozen=True)
 class ModuleJob:
-    """A module in a world of ranks.
+    """The configuration of a module, bound to a shape, a layout and pipeline stages.
 
     Attributes:
-        name: its name in the configuration.
-        role: what it does in the graph.
-        shape: `EncoderShape` or `TextShape` of the whole module.
-        prefix: prefix of the names of its tensors in the whole model.
-        layout: its layout.
-        stages: all its pipeline stages.
-        frozen: its stored tensors that do not train, by their names in its architecture.
-        settings: its configuration record.
-        dtype: dtype of weights and activations.
-        backend: `model.backend`, where `auto` is replaced by `torch` if other settings need it.
+        name: the name of the module in the configuration.
+        role: the role of the module in the graph.
+        shape: the `EncoderShape` or `TextShape` of the whole module.
+        prefix: the prefix of the names of the module's tensors in the whole model.
+        layout: the layout of the module on ranks.
+        stages: all pipeline stages of the module.
+        frozen: the names, in the architecture, of stored tensors that do not train.
+        settings: the configuration record of the module.
+        dtype: the dtype of weights and activations.
+        backend: the value of `model.backend`, with `auto` replaced by `torch` if other settings need it.
         compiled: whether layers are compiled.
-        optimizer: kind of its optimizer.
+        optimizer: the kind of the optimizer.
     """
 
     name: str
@@ -66,7 +66,7 @@ class ModuleJob:
 
     @classmethod
     def of(cls, name: str, config: Config, shapes: ModelShapes, layout: Layout, frozen: Frozen) -> Self:
-        """Bind the record of a module. Raises `UserError` if a setting does not fit, or would have no effect."""
+        """Return the job of module `name`. Raises `UserError` if a setting does not fit, or would have no effect."""
         role, settings, shape, prefix = shapes.role(name), config.module(name), shapes[name], prefix_of(name, shapes)
         per_rank = config.schedule.virtual_stages if role == TEXT else 1
         costs, split = shape.layer_costs(config.data.max_seq_length), settings.layers or None
@@ -94,24 +94,24 @@ class ModuleJob:
 
     @property
     def trains(self) -> bool:
-        """Whether any of its tensors trains."""
+        """Whether any tensor of the module trains."""
         return len(self.frozen) < len(self.shape.architecture.tensors)
 
     @property
     def layers_train(self) -> bool:
-        """Whether any tensor besides its projector trains."""
+        """Whether any tensor outside the projector trains."""
         architecture = self.shape.architecture
         return any(name not in self.frozen for name in architecture.tensors if not architecture.is_of_projector(name))
 
     @property
     def passes_gradients(self) -> bool:
-        """Whether its layers compute gradients of their inputs; a text module always does, for its encoders."""
+        """Whether layers compute gradients of their inputs. In the text module they always do, for the encoders."""
         return self.role == TEXT or self.layers_train
 
     # ------------------------------------------------------------------------------------------------ settings
 
     def peak_lr(self, optimizer: OptimizerConfig, parameter: str) -> float:
-        """Return the peak learning rate of a parameter, by its name in the whole module."""
+        """Return the peak learning rate of the parameter that has this name in the whole module."""
         in_projector = self.shape.architecture.in_projector(parameter)
         peak = optimizer.lr_projector if in_projector else self.settings.lr
         ratio = self.settings.lora.lr_ratio if parameter.endswith("lora.B") else 1.0
@@ -119,30 +119,28 @@ class ModuleJob:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether activations are split along the sequence over tp."""
+        """Whether activations are split along the sequence over tp ranks."""
         return self.settings.sequence_parallel and self.layout.tp > 1
 
     @property
     def recompute(self) -> Recompute:
-        """What the backward pass recomputes."""
+        """The settings of recomputation in the backward pass."""
         return Recompute(self.settings.recompute, self.settings.chunk)
 
     # ---------------------------------------------------------------------------------------------- torch modules
 
     def site(self, groups: ModuleGroups, platform: Platform, backend: Backend) -> Site:
-        """Return the `Site` on which a rank with these groups builds the module."""
+        """Return the `Site` with which a rank builds the module: its groups, platform, backend and settings."""
         return Site(groups, platform, backend, self.dtype, self.sequence_parallel, self.recompute, self.compiled)
 
     def model(self, site: Site, stage: PipelineStage, offload: ActivationOffload | None = None) -> Any:
-        """Build the torch module of a stage, without values of weights. `offload`: offloads activations of layers."""
+        """Return the torch module of a stage, with uninitialized weights. `offload`: offloads activations of layers."""
         from megatron_hetero.models.stages import EncoderModel, TextModel
 
         return (TextModel if self.role == TEXT else EncoderModel)(self.shape, site, stage, offload)
 
     def weight_map(self, share: Share, stage: PipelineStage, view: str = MAIN) -> WeightMap:
-        """Return the parameters of a stage in a view, each with the slices of stored tensors that it holds for one
-        `share`.
-        """
+        """Return the parameters of a stage in a view, each with the slices of stored tensors that are in `share`."""
         return self.shape.architecture.weight_map(self.prefix, share, stage, view)
 
     # -------------------------------------------------------------------------------------------------- checks
@@ -154,7 +152,7 @@ class ModuleJob:
         return unused(f"modules.{self.name}.{field}", value, because, fix)
 
     def _check_encoder(self) -> None:
-        """Check that a module of the model itself has no settings of further encoders. Raises `UserError`."""
+        """Check that only further encoders (with `hf_path`) have settings of further encoders. Raises `UserError`."""
         for field in ("token", "min_pixels", "max_pixels"):
             if self.settings.hf_path is None and getattr(self.settings, field) is not None:
                 other = "" if field == "token" or self.role == TEXT else f", or use data.{field}"
@@ -181,7 +179,7 @@ class ModuleJob:
             raise self._unused("recompute", f"{name} is frozen and has no backward pass")
 
     def _check_states(self) -> None:
-        """Check the settings of optimizer states. Raises `UserError`."""
+        """Check that the settings of optimizer states fit the optimizer and the dtype. Raises `UserError`."""
         precision, kind, fp32 = self.settings.precision, self.optimizer, self.dtype == torch.float32
         for field in precision.given:
             if fp32 and field in ("master", "gradients"):
@@ -197,9 +195,9 @@ class ModuleJob:
                 self._check_copies(heads)
 
     def _check_copies(self, heads: int) -> None:
-        """Check that all copies of one key/value head are rounded in the same way. Raises `UserError`."""
+        """Check that all copies of a key/value head are rounded in the same way. Raises `UserError`."""
         precision, tp = self.settings.precision, self.layout.tp
-        # Copies at the same place on each rank have the same random bits.
+        # Copies at the same position on each rank have the same random bits.
         in_place = tp % heads == 0
         rounded = {
             "moments": precision.moments != "float32" and not (in_place and precision.moments == "bfloat16"),
@@ -213,7 +211,7 @@ class ModuleJob:
             raise self._wrong(setting, found, expected, because, fix)
 
     def _check_layers(self) -> None:
-        """Check that recomputation, ZeRO and overlap have an effect. Raises `UserError`."""
+        """Check that the settings of recomputation, ZeRO and overlap have an effect. Raises `UserError`."""
         settings, layout = self.settings, self.layout
         maximum = max(len(stage.layers) for stage in self.stages)
         if isinstance(settings.recompute, int) and settings.recompute > maximum:

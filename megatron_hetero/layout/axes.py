@@ -1,9 +1,9 @@
 """The axes of parallelism, the views of a layout's ranks, and which degrees suit a module. Pure.
 
-The main view's degrees multiply to all ranks of a layout. A further view folds the ranks of each pipeline stage in
-another way: its degrees multiply to the same number, whatever the degrees of the main view, so that some layers can be
-split differently from the rest. Each parameter belongs to one view, which determines which ranks hold its shards and
-which sum its gradients.
+The degrees of the main view multiply to the number of ranks of a layout. A further view arranges the ranks of each
+pipeline stage differently: its degrees multiply to the number of these ranks, so that some layers can be split
+differently from the rest. Each parameter belongs to one view, which determines the ranks that hold its shards and the
+ranks that sum its gradients.
 
 Families declare further views in `ModuleShape.views`, such as `EXPERTS`.
 """
@@ -21,9 +21,8 @@ Split = Literal["weights", "tokens", "samples", "layers", "experts"]
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis by its name in layouts. Ranks that differ only in it hold different shards of what it `splits`.
-    `follows`: the axis of the main view whose degree an axis of a further view takes if a layout's text omits it; an
-    axis that follows none is then 1.
+    """An axis of parallelism. Ranks that differ only in this axis hold different shards of what it `splits`. `follows`:
+    for an axis of a further view, the axis of the main view whose degree is its default; if empty, the default is 1.
     """
 
     name: str
@@ -38,14 +37,14 @@ TABLE = (
     Axis("dp", "samples"),
     Axis("pp", "layers"),
 )
-"""The axes of the main view, from the one that varies fastest among a layout's ranks to the slowest."""
+"""The axes of the main view, from the fastest-varying axis among a layout's ranks to the slowest."""
 AXES = tuple(axis.name for axis in TABLE)
 
 
 @dataclass(frozen=True)
 class View:
-    """A way to fold ranks: axes from the one that varies fastest among the ranks to the slowest. One of them splits
-    samples, and takes the ranks that the others leave; a layout's text may omit its degree. The name has no dot.
+    """An arrangement of ranks along `axes`, from the fastest-varying axis to the slowest. Exactly one axis splits
+    samples; if a layout's text omits its degree, it takes the remaining ranks. The name has no dot.
     """
 
     name: str
@@ -57,21 +56,21 @@ class View:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the axes."""
+        """The names of the view's axes."""
         return tuple(axis.name for axis in self.axes)
 
     def axes_of(self, *splits: Split) -> tuple[str, ...]:
-        """Return the names of the axes that split any of these."""
+        """Return the names of the axes that split any of `splits`."""
         return tuple(axis.name for axis in self.axes if axis.splits in splits)
 
     @property
     def rest(self) -> str:
-        """The axis of samples, which takes the ranks that the other axes leave."""
+        """The name of the axis of samples, which takes the ranks that remain after the other axes."""
         return self.axes_of("samples")[0]
 
     @property
     def stated(self) -> tuple[str, ...]:
-        """The axes other than `rest`, whose degrees determine its degree."""
+        """The names of all axes except `rest`; their degrees determine the degree of `rest`."""
         return tuple(name for name in self.names if name != self.rest)
 
     @property
@@ -86,19 +85,19 @@ class View:
 
 
 MAIN = View("main", TABLE)
-"""The view that every layout has."""
+"""The main view, which every layout has."""
 axes_of = MAIN.axes_of
 EXPERTS = View("experts", (Axis("ep", "experts", follows="tp"), Axis("edp", "samples")))
-"""The view of layers with experts, which are divided over neighbouring ranks of a stage, whatever these are in the main
-view (DeepSpeed and Megatron-Core call it folding). By default `ep` equals `tp`.
+"""The view of layers with experts, which are divided over neighbouring ranks of a stage, regardless of the ranks'
+coordinates in the main view (DeepSpeed and Megatron-Core call this folding). By default `ep` equals `tp`.
 """
 SPLIT_EXPERTS = "etp"
-"""The axis of other libraries along which each expert's matrices are split."""
+"""The axis along which other libraries split the matrices of each expert."""
 WHOLE_EXPERTS = (
     "experts are small: products with shards of their matrices would be thin, and tp ranks would repeat the exchange "
     "of tokens; ep divides whole experts"
 )
-"""Why this library does not split experts, for messages."""
+"""The reason, in error messages, why this library does not split single experts."""
 
 
 class Fold(NamedTuple):
@@ -109,7 +108,7 @@ class Fold(NamedTuple):
 
 
 def axis_names(views: Iterable[View]) -> tuple[str, ...]:
-    """Return the names of the axes of the main view and of `views`, all different."""
+    """Return the names of the axes of the main view and of `views`, which must all differ."""
     names = (*AXES, *(name for view in views for name in view.names))
     assert len(set(names)) == len(names), f"an axis is in two views: {', '.join(names)}"
     return names
@@ -124,8 +123,8 @@ class LayoutProblem(Exception):
 
 
 class Limit(NamedTuple):
-    """A limit of layouts: the product of the degrees of `axes` divides `size`, the number of `units`, such as heads, in
-    each layer of a `kind`. `layers`: the numbers of these layers; empty for all.
+    """A limit on layouts: the product of the degrees of `axes` must divide `size`, the number of `units`, such as
+    heads, in each layer of a `kind`. `layers`: the numbers of the layers with this limit; empty for all layers.
     """
 
     axes: tuple[str, ...]
@@ -154,9 +153,9 @@ class Limit(NamedTuple):
 
 @dataclass(frozen=True)
 class ModuleShape:
-    """The sizes of a module that limit its layouts. `attention_heads` are query heads. `views`: further views that its
-    layers need. `counts`: how many things these views split, such as ``{"experts": 128}``. `limits`: the limits of its
-    layers; by default tp·sp divides the attention heads.
+    """The sizes of a module that limit its layouts. `attention_heads`: number of query heads. `views`: further views
+    that the layers need. `counts`: number of items that these views split, such as ``{"experts": 128}``. `limits`:
+    limits that the layers set; by default tp·sp must divide `attention_heads`.
     """
 
     name: str
@@ -171,14 +170,14 @@ class ModuleShape:
 
 
 # A layout suits a module where
-#   1. degrees are within the limits of each kind of layer (tp divides the query heads, sp the heads that tp left),
+#   1. degrees are within the limits of each kind of layer (tp divides the query heads, sp the heads of a tp rank),
 #   2. pp is at most the number of layers,
-#   3. each axis of a further view has at most the degree of what it splits, such as the number of experts.
+#   3. the degree of each axis of a further view is at most the number of items that it splits, such as experts.
 # The hidden size is never split, key/value heads are replicated as often as needed, and the widths of MLP and
 # vocabulary are padded. So divisors of legal degrees are legal.
 def problem_of(shape: ModuleShape, degrees: Mapping[str, int]) -> LayoutProblem | None:
-    """Return the first reason why these degrees do not suit the module; None if they do. Degrees of further views are 1
-    unless given.
+    """Return the first reason why `degrees` do not suit the module; None if they do. Omitted degrees of further views
+    are 1.
     """
     limits = (Limit(("tp", "sp"), shape.attention_heads),) if shape.limits is None else shape.limits
     for limit in limits:

@@ -1,28 +1,28 @@
-"""The communicators of a topology, and the calls that create them. Pure; `Topology.build` creates them.
+"""Lists the communicators of a topology, grouped by creation call. Pure; `Topology.build` creates the communicators.
 
-On NCCL a communicator is one queue, and a receive that was posted early blocks all that follows it. So a communicator
+An NCCL communicator is one queue: a receive that was posted early blocks all later operations. So each communicator
 has one use and, if operations are posted early, one direction (docs/schedules.md, "How deadlocks are excluded"):
 
     use                    ranks                                          communicates
-    axes of a module       a group of the layout along `tp`, `sp`, `cp`   inside layers, in step with the computation
+    axes of a module       a group of the layout along `tp`, `sp`, `cp`   inside layers, synchronous with computation
                            first and last stage                           gradients of a tied embedding
-                           others of `MEGATRON_AXES`                      Megatron's own schedules and optimizers
+                           other groups of `MEGATRON_AXES`                Megatron's own schedules and optimizers
                            shards of a further view                       exchanges inside its layers
-    gradients of a module  along `sp`, `cp` and `dp`, and the ranks that  sums of gradients, gathers of weights, both
-                           sum those of a further view                    beside the computation
+    gradients of a module  along `sp`, `cp` and `dp`; in a further view,  sums of gradients and gathers of weights,
+                           its `sum_axes`                                 concurrent with computation
     link of a pipeline     a stage and the stage that it sends to         activations, or gradients, one way
     edge                   a stage of one module and a stage of another   rows, or their gradients, one way
 
-Uses in step with the computation share a communicator, possibly the world's, if their groups are equal: a rank runs one
-after the other anyway. Gradients, links and edges have communicators of their own, except that two views of a module
-share one if the same ranks sum their gradients.
+Uses that are synchronous with computation share a communicator, possibly the world's, if their groups are equal: a rank
+runs their operations one by one anyway. Gradients, links and edges have separate communicators, except that two views
+of a module share one if the same ranks sum their gradients.
 
-A communicator takes one of the 32 streams of a PyTorch pool (c10/cuda/CUDAStream.cpp): from the 33rd on two
-communicators share a stream, and are one queue. The pool of the highest priority is for kernels that need
-multiprocessors before the rest of a running matrix product: all beside the computation, and `tp`, whose exchanges run
-beside products.
+Each communicator takes one of the 32 streams of a PyTorch pool (c10/cuda/CUDAStream.cpp); with more than 32, two
+communicators share a stream and thus a queue. The highest-priority pool is for kernels that must get multiprocessors
+before a running matrix product finishes: all kernels that run concurrently with computation, including exchanges along
+`tp`.
 
-Groups without a common rank are created in one call by all ranks (`ncclCommSplit`, a color for each group). They form
+All ranks create groups without a common rank in one call (`ncclCommSplit`, one color per group). These groups form
 one *kind*, so that the number of calls does not grow with ranks or degrees.
 """
 
@@ -51,40 +51,40 @@ GRADIENT_AXES = MAIN.sum_axes
 """Axes along which ranks hold the same parameters and different tokens, in the main view."""
 
 ENDS = ("first and last pp",)
-"""Pairs of ranks on the first and on the last stage whose other coordinates are equal."""
+"""Stands for the pairs of a first-stage and a last-stage rank whose other coordinates are equal."""
 
 CTAS = 4
-"""CTAs of a kernel that is posted early. One moves some 20 GB/s over NVLink, two fill a network card: enough for
-activations and rows beside the computation. A power of two, as NCCL's channels of messages are.
+"""Maximum CTAs of a kernel that is posted early. One CTA moves about 20 GB/s over NVLink and two saturate a network
+card: enough for activations and rows during computation. A power of two, as NCCL's point-to-point channels are.
 """
 
 GRADIENT_CTAS = 16
-"""CTAs of a kernel that sums gradients or gathers weights: some 320 GB/s over NVLink, on which messages of 30 to 60 MB
-reach 220 to 300, and six times the bandwidth of a network card.
+"""Maximum CTAs of a kernel that sums gradients or gathers weights. 16 CTAs move about 320 GB/s over NVLink, of which
+messages of 30 to 60 MB reach 220 to 300 GB/s, and six times the bandwidth of a network card.
 """
 
 POOL_STREAMS = 32
-"""Number of streams of a PyTorch pool."""
+"""Number of streams in a PyTorch stream pool."""
 
 AXES_OF_GROUPS: tuple[tuple[str, ...], ...] = (("tp",), *((axis,) for axis in axes_of("tokens")), GRADIENT_AXES)
 """The groups of axes along which every module communicates."""
 
 MEGATRON_AXES: tuple[tuple[str, ...], ...] = (
-    axes_of("layers"),  # its pipeline schedules
-    axes_of("tokens"),  # attention
-    axes_of("samples"),  # metrics of its layers
-    REPLICA_AXES,  # balance of experts
+    axes_of("layers"),  # pipeline schedules
+    axes_of("tokens"),  # attention under context parallelism
+    axes_of("samples"),  # metrics of layers
+    REPLICA_AXES,  # load balancing of experts
     axes_of("weights", "tokens", "samples"),
-    axes_of("weights", "layers"),  # norms of gradients
+    axes_of("weights", "layers"),  # gradient norms
     AXES,
     ENDS,
 )
-"""Further groups of axes along which Megatron-Core's own schedules, layers of experts and optimizers communicate."""
+"""Further groups of axes along which Megatron-Core's schedules, expert layers and optimizers communicate."""
 
 
 class Axes(NamedTuple):
-    """Communication of a module along axes of a view of its layout, or between `ENDS`. `by_heads`: exchanges of tokens
-    for heads in addition to other collectives.
+    """A use of a communicator: communication of a module along `axes` of a `view` of its layout, or between `ENDS`.
+    `by_heads`: whether the module also exchanges tokens for heads.
     """
 
     module: str
@@ -94,12 +94,12 @@ class Axes(NamedTuple):
 
     @property
     def is_beside(self) -> bool:
-        """Whether it runs concurrently with the computation, as sums of gradients do."""
+        """Whether this communication runs concurrently with computation, as sums of gradients do."""
         return self.axes == self.view.sum_axes
 
     @property
     def exchanges(self) -> bool:
-        """Whether it includes all-to-alls, as attention under `sp` and layers of a further view do."""
+        """Whether this communication includes all-to-alls, as in attention under `sp` and layers of a further view."""
         return self.by_heads or self.axes == ("sp",) or (self.view != MAIN and self.axes == self.view.shard_axes)
 
     def __str__(self) -> str:
@@ -107,8 +107,8 @@ class Axes(NamedTuple):
 
 
 class Link(NamedTuple):
-    """Messages from pipeline coordinate `sender` of a module to the next stage (`forward`) or the previous one. With
-    virtual stages the last coordinate is followed by the first.
+    """A use of a communicator: messages from pipeline coordinate `sender` of a module to the next (`forward`) or the
+    previous coordinate. With virtual stages the first coordinate follows the last.
     """
 
     module: str
@@ -120,7 +120,7 @@ class Link(NamedTuple):
 
 
 class EdgeUse(NamedTuple):
-    """Rows that cross an edge (`forward`), or their gradients, which return."""
+    """A use of a communicator: rows that cross an edge (`forward`), or gradients that return (`backward`)."""
 
     edge: Edge
     direction: Direction
@@ -134,58 +134,57 @@ Use = Axes | Link | EdgeUse
 
 @dataclass(frozen=True)
 class GroupNeeds:
-    """What a module's layers need beyond the groups along the axes of its layout."""
+    """Communication that a module's layers need beyond the groups along the axes of its layout."""
 
     tied: bool = False
-    """Its first and its last stage have copies of one parameter, whose gradients are summed between `ENDS`."""
+    """Whether the module's first and last stages share a parameter, whose gradients are summed between `ENDS`."""
 
     interleaved: bool = False
-    """It has virtual stages: its last stage sends to its first one."""
+    """Whether the module has virtual stages, so that its last stage sends to its first."""
 
     exchanging: bool = False
-    """Its layers exchange tokens for heads along `cp` too, as gated delta nets do."""
+    """Whether the module's layers exchange tokens for heads along `cp` too, as gated delta nets do."""
 
 
 @dataclass(frozen=True)
 class CommunicatorKind:
-    """Communicators that one call creates: their uses, each with its groups of at least two ranks, ascending. Several
-    uses of a kind have the same groups and are in step with the computation, or are links of one direction without a
-    common rank.
+    """Communicators that one call creates. `members`: each use with its groups of at least two ranks, ascending.
+    Several uses in a kind have the same groups, or are links of one direction without a common rank.
     """
 
     members: tuple[tuple[Use, tuple[Ranks, ...]], ...]
 
     @property
     def uses(self) -> tuple[Use, ...]:
-        """Uses of the communicators."""
+        """The uses of these communicators."""
         return tuple(use for use, _ in self.members)
 
     @cached_property
     def groups(self) -> tuple[Ranks, ...]:
-        """The ranks of each communicator; no rank is in two of them."""
+        """The ranks of each communicator; no rank is in two communicators."""
         return tuple(dict.fromkeys(ranks for _, groups in self.members for ranks in groups))
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether all uses are in step with the computation."""
+        """Whether all operations of these communicators are synchronous with computation."""
         return all(isinstance(use, Axes) and not use.is_beside for use in self.uses)
 
     @property
     def is_urgent(self) -> bool:
-        """Whether its kernels run concurrently with matrix products and must not wait for them."""
+        """Whether these communicators run concurrently with matrix products and must not wait for the products."""
         return not self.is_synchronous or any(isinstance(use, Axes) and use.axes == ("tp",) for use in self.uses)
 
     @property
     def collects(self) -> bool:
-        """Whether it runs collectives other than all-to-alls; attention under `sp` needs all-to-alls only."""
+        """Whether these communicators run collectives other than the all-to-alls of attention under `sp`."""
         return any(isinstance(use, Axes) and use.axes != ("sp",) for use in self.uses)
 
     def is_worlds(self, everybody: Ranks) -> bool:
-        """Whether the world's communicator serves it: all uses are in step with the computation, over all ranks."""
+        """Return whether the world's communicator can serve all uses: they are synchronous and span all ranks."""
         return self.is_synchronous and self.groups == (everybody,)
 
     def uses_of(self, rank: int) -> tuple[Use, ...]:
-        """Return the uses of the communicator of `rank`; empty if it has no communicator."""
+        """Return the uses of the communicator that contains `rank`; empty if no communicator does."""
         return tuple(use for use, groups in self.members if group_of(groups, rank) is not None)
 
     def __str__(self) -> str:
@@ -203,8 +202,9 @@ def max_ctas(use: Use) -> int | None:
 
 
 def require_streams(kinds: Collection[CommunicatorKind], everybody: Ranks) -> None:
-    """Check that no two urgent communicators of a rank, the world's included, share a stream of PyTorch's pool of the
-    highest priority. FSDP2's streams are in another pool on GPUs with more than two priorities. Raises `UserError`.
+    """Check that no two urgent communicators of a rank, including the world's, share a stream of PyTorch's
+    highest-priority pool. FSDP2's streams are in another pool on GPUs with more than two priorities. Raises
+    `UserError`.
     """
     urgent = [kind for kind in kinds if kind.is_urgent and not kind.is_worlds(everybody)]
     counts = Counter((*everybody, *(rank for kind in urgent for ranks in kind.groups for rank in ranks)))
@@ -217,7 +217,7 @@ def require_streams(kinds: Collection[CommunicatorKind], everybody: Ranks) -> No
 
 
 def group_of(groups: Sequence[Ranks], rank: int) -> Ranks | None:
-    """Return the group that contains `rank`, if any."""
+    """Return the group that contains `rank`, or None."""
     return next((ranks for ranks in groups if rank in ranks), None)
 
 
@@ -233,7 +233,7 @@ def communicators(
     Args:
         layouts: layouts of the modules by name.
         edges: edges of the graph of modules.
-        needs: further needs of modules; those left out have none.
+        needs: further communication needs by module; omitted modules have none.
         megatron: modules that Megatron's own schedules or optimizers run.
     """
     by_module = {name: (needs or {}).get(name, GroupNeeds()) for name in layouts}
@@ -246,7 +246,7 @@ def communicators(
 
 
 def gradient_uses(name: str, layout: Layout) -> tuple[Axes, ...]:
-    """Return the sums of a module's gradients that have communicators of their own, the main view's first."""
+    """Return the uses that sum a module's gradients in separate communicators, the main view's sum first."""
     uses = [
         Axes(name, view.sum_axes, view)
         for view in (MAIN, *layout.views)
@@ -258,7 +258,7 @@ def gradient_uses(name: str, layout: Layout) -> tuple[Axes, ...]:
 
 
 def replica_groups(layout: Layout) -> tuple[Ranks, ...]:
-    """Return the ranks of each replica in the first stage of a module: they share the data that one of them decodes."""
+    """Return the first-stage ranks of each replica of a module, which share the data that one of them decodes."""
     return layout.stage(0).groups(*REPLICA_AXES)
 
 
@@ -268,8 +268,8 @@ def edge_ranks(layouts: Mapping[str, Layout], edge: Edge) -> Ranks:
 
 
 def edge_peers(layouts: Mapping[str, Layout], use: EdgeUse, rank: int) -> tuple[Ranks, Ranks]:
-    """Return the ranks of an edge that `rank` may send to, and those that it may receive from, in one direction;
-    ascending.
+    """Return the ranks to which `rank` may send, and the ranks from which it may receive, in one direction of an
+    edge; both ascending.
 
     Rows go from any rank of one end to any rank of the other, and between ranks of a replica that need the same rows.
     """
@@ -300,14 +300,14 @@ def _axis_kinds(
 
 
 def _view_uses(name: str, view: View, megatron: bool) -> Iterator[Axes]:
-    """Yield exchanges between shards of a further view, sums of its gradients, and Megatron's gradient norms."""
+    """Yield a further view's uses: exchanges between shards, sums of gradients, and Megatron's gradient norms."""
     alone = [(axis,) for axis in view.shard_axes]
     norms = [(*view.shard_axes, "pp")] if megatron else []
     return (Axes(name, axes, view) for axes in dict.fromkeys([*alone, view.shard_axes, view.sum_axes, *norms]))
 
 
 def _link_kinds(name: str, layout: Layout, interleaved: bool) -> Iterator[CommunicatorKind]:
-    """Yield two kinds per direction, from even and from odd stages; three for a ring of an odd number of stages."""
+    """Yield two kinds per direction, links from even and from odd stages, and a third if an odd ring needs it."""
     for direction in DIRECTIONS:
         kinds: list[list[tuple[int, int]]] = []
         for link in _links(layout.pp, direction, interleaved):

@@ -2,10 +2,10 @@
 
     DeviceMesh (PyTorch)            the last dimension varies fastest among ranks
     HyperCommGrid (Megatron-Core)   the first dimension varies fastest
-    parallel_state (Megatron-Core)  has the sizes, and the groups of this rank
+    parallel_state (Megatron-Core)  describes the sizes, and the groups of this rank
 
-A layout has one order, `tp` fastest, then `sp`, `cp`, `dp` and `pp`, and another one for layers with experts, `ep`,
-`edp` and `pp`, for which meshes and grids come in pairs. Dimensions of size 1 may be anywhere.
+A layout orders ranks along `tp` (fastest), `sp`, `cp`, `dp` and `pp`; for layers with experts, it orders the same ranks
+along `ep`, `edp` and `pp`, which a second mesh or grid describes. Dimensions of size 1 may be in any position.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from megatron_hetero.layout.axes import EXPERTS, MAIN, SPLIT_EXPERTS, WHOLE_EXPE
 from megatron_hetero.layout.grammar import format_ranks
 
 Arranged = tuple[dict[str, int], tuple[int, ...], tuple[View, ...]]
-"""The degree of each axis, the ranks in the order of a layout, and its further views."""
+"""Degrees by axis, ranks in the order of a layout, and further views."""
 
 FROM_MESH = "Layout.from_mesh"
 
 _Dims = tuple[Sequence[str], Sequence[int], Sequence[int]]
-"""Names and sizes of dimensions, the last fastest, and the ranks along them."""
+"""Names and sizes of dimensions, the last varying fastest, and the ranks in that order."""
 
 
 def of_mpu(state: Any, dist: Any) -> Arranged:
-    """Return the degrees and ranks of `megatron.core.parallel_state`, from the groups of this rank. `dist`:
-    `torch.distributed`. Raises `UserError`.
+    """Return the degrees, ranks and views of `megatron.core.parallel_state`, computed from the groups of this rank.
+    `dist`: the module `torch.distributed`. Raises `UserError`.
     """
     where = "Layout.from_mpu"
     if not state.model_parallel_is_initialized():
@@ -47,7 +47,7 @@ def of_mpu(state: Any, dist: Any) -> Arranged:
     degrees = _strided(where, groups, dist)
     ranks = tuple(range(prod(degrees.values())))
     ep, etp = state.get_expert_model_parallel_world_size(), state.get_expert_tensor_parallel_world_size()
-    if ep == 1 and etp == degrees["tp"]:  # the defaults, also of models without experts
+    if ep == 1 and etp == degrees["tp"]:  # the defaults, which models without experts have too
         return degrees, ranks, ()
     if etp > 1:
         found, fix = f"experts that are split over {etp} ranks", "initialise it with expert_tensor_parallel_size=1"
@@ -57,8 +57,8 @@ def of_mpu(state: Any, dist: Any) -> Arranged:
 
 
 def _strided(where: str, groups: Mapping[str, Any], dist: Any) -> dict[str, int]:
-    """Return the degree of each axis, from the groups of this rank. Raises `UserError` unless the axes are in order,
-    the fastest first.
+    """Return the degree of each axis, computed from `groups`, the groups of this rank by axis. Raises `UserError`
+    unless the axes are ordered, the fastest-varying first.
     """
     stride, degrees = 1, dict[str, int]()
     for axis, group in groups.items():
@@ -73,7 +73,7 @@ def _strided(where: str, groups: Mapping[str, Any], dist: Any) -> dict[str, int]
 
 
 def mesh_dims(mesh: Any) -> _Dims:
-    """Return the dimensions of a `DeviceMesh`. Raises `UserError` if it has no names, or is a slice."""
+    """Return the dimensions of a `DeviceMesh`. Raises `UserError` if they have no names, or the mesh is a slice."""
     names, ranks, root = mesh.mesh_dim_names, mesh.mesh, getattr(mesh, "_root_mesh", None)
     if names is None:
         fix = "give it `mesh_dim_names`"
@@ -85,13 +85,13 @@ def mesh_dims(mesh: Any) -> _Dims:
 
 
 def grid_dims(grid: Any) -> _Dims:
-    """Return the dimensions of a `HyperCommGrid`."""
+    """Return the dimensions of a Megatron-Core `HyperCommGrid`."""
     first, sizes = int(grid.rank_offset), [int(size) for size in grid.shape]
     return list(grid.dim_names)[::-1], sizes[::-1], range(first, first + prod(sizes))
 
 
 def of_pair(what: str, dims_of: Callable[[Any], _Dims], main: Any, experts: Any, axes: Mapping[str, str]) -> Arranged:
-    """Return the degrees and ranks of a mesh or grid, and of a second one for `experts`. Raises `UserError`."""
+    """Return the degrees, ranks and views of mesh or grid `main` and optionally of `experts`. Raises `UserError`."""
     degrees, ranks = _arranged(what, MAIN, dims_of(main), axes)
     if experts is None:
         return degrees, ranks, ()
@@ -107,8 +107,8 @@ def of_pair(what: str, dims_of: Callable[[Any], _Dims], main: Any, experts: Any,
 
 
 def _arranged(what: str, view: View, dims: _Dims, axes: Mapping[str, str]) -> tuple[dict[str, int], tuple[int, ...]]:
-    """Return the degrees, and the ranks reordered from `dims` to the order of a view. Raises `UserError` if they do not
-    ascend in that order.
+    """Return the degrees, and the ranks reordered from `dims` to the order of `view`. Raises `UserError` if the
+    reordered ranks do not ascend.
     """
     known = tuple(dict.fromkeys((*view.names, "pp")))
     named, ranks = _named(what, view, known, dims, axes), dims[2]
@@ -126,8 +126,8 @@ def _arranged(what: str, view: View, dims: _Dims, axes: Mapping[str, str]) -> tu
 
 
 def _named(what: str, view: View, known: Sequence[str], dims: _Dims, axes: Mapping[str, str]) -> list[tuple[str, int]]:
-    """Return the axis and the size of each dimension, without dimensions of size 1 that are no axis. `dp` is the axis
-    of samples of any view. Raises `UserError`.
+    """Return the axis and the size of each dimension, omitting dimensions of size 1 that are not axes. `dp` stands for
+    the axis of samples of any view. Raises `UserError` for unknown dimensions.
     """
     named: list[tuple[str, int]] = []
     for name, size in zip(*dims[:2], strict=True):

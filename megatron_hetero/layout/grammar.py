@@ -1,6 +1,6 @@
-"""The text of layouts, such as ``tp:4,dp:2@0-3,8-11``, read into degrees and ranks.
+"""Parses the text of layouts, such as ``tp:4,dp:2@0-3,8-11``, into degrees and ranks.
 
-The grammar, in which blanks and the order of the axes mean nothing:
+The grammar, which ignores blanks and the order of axes:
 
     layout  = degrees [ "@" ranks ]
     degrees = axis ":" degree { "," axis ":" degree }       axis  = tp | sp | cp | dp | pp | axis of a further view
@@ -18,13 +18,13 @@ from difflib import get_close_matches
 from megatron_hetero.layout.axes import AXES, EXPERTS, SPLIT_EXPERTS, WHOLE_EXPERTS, LayoutProblem
 
 MAX_PLANNED = 20_000
-"""Ranks of the largest world that is estimated or suggested."""
+"""Number of ranks in the largest world that is estimated or suggested."""
 _MAX_RANKS = 1 << 20
-"""Limit on the ranks of a text, so that a mistyped range does not fill the memory."""
+"""Limit on rank numbers in a layout's text, so that a mistyped range does not exhaust memory."""
 
 
 def read(text: str, axes: Sequence[str] = AXES) -> tuple[dict[str, int], tuple[int, ...] | None]:
-    """Return the degrees that `text` gives, by axis, and its ranks; None if it gives no ranks. `axes`: all known axes.
+    """Return the degrees in `text` by axis, and the ranks, or None if `text` has no ranks. `axes`: all known axes.
 
     Raises:
         LayoutProblem: the text breaks the grammar.
@@ -57,13 +57,13 @@ def runs_of(ranks: Iterable[int]) -> list[list[int]]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `` (did you mean `tp`?)`` if a known name resembles `name`, else an empty text."""
+    """Return `` (did you mean `tp`?)`` if a known name resembles `name`, else an empty string."""
     close = get_close_matches(name.lower(), list(known), n=1)
     return f" (did you mean `{close[0]}`?)" if close else ""
 
 
 def unknown_axis(axis: str, known: Sequence[str]) -> LayoutProblem:
-    """Return the problem of an axis that is not one of the `known` ones."""
+    """Return the `LayoutProblem` for `axis`, which is not among the `known` axes."""
     why = ""
     if axis in (*EXPERTS.names, SPLIT_EXPERTS):
         why = WHOLE_EXPERTS if {*EXPERTS.names} <= {*known} else "the module has no experts"

@@ -1,4 +1,4 @@
-"""The graph of modules: its edges, and the rows that cross them. Pure."""
+"""The graph of modules: edges, and the sizes and dtypes of the rows that cross edges. Pure."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Edge:
     """An edge along which rows go from a stage of `source` to a stage of `target`, and their gradients back.
 
-    The edge without stages, ``vision>text``, goes from the last stage to the first. Others name both:
-    ``vision.0>text.1``. See `Edge.of`. Raises `UserError` if one stage is given without the other.
+    Without stages, ``vision>text``, it goes from the last stage of `source` to the first of `target`. Other edges name
+    both stages, ``vision.0>text.1``; see `Edge.of`. Raises `UserError` if one stage is given without the other.
     """
 
     source: str
@@ -36,7 +36,7 @@ class Edge:
 
     @classmethod
     def of(cls, source: str, source_stage: int, source_stages: int, target: str, target_stage: int) -> Edge:
-        """Return the edge between two stages by its canonical name. `source_stages`: number of stages of `source`."""
+        """Return the canonical edge between two stages of modules; `source` has `source_stages` stages."""
         if source_stage == source_stages - 1 and target_stage == 0:
             return cls(source, target)
         return cls(source, target, source_stage, target_stage)
@@ -59,7 +59,7 @@ class Edge:
 
     @property
     def ends(self) -> tuple[str, str]:
-        """The ends as text, such as ``vision.0`` and ``text.1``."""
+        """The two ends of the edge as text, such as ``vision.0`` and ``text.1``."""
         if self.source_stage is None:
             return self.source, self.target
         return f"{self.source}.{self.source_stage}", f"{self.target}.{self.target_stage}"
@@ -70,7 +70,7 @@ class Edge:
 
 T = TypeVar("T")
 Ends = Edge | tuple[str, str]
-"""An edge; a pair of modules is the edge from the last stage of one to the first of the other."""
+"""An edge, or a pair of modules: the edge from the last stage of one to the first stage of the other."""
 ByEdge = Mapping[Edge, T] | Mapping[tuple[str, str], T] | Mapping[Ends, T]
 
 
@@ -85,7 +85,7 @@ def edge_of(ends: Ends) -> Edge:
 
 
 def as_edge(ends: Ends, layouts: Mapping[str, Layout]) -> Edge:
-    """Return the edge by its canonical name, for modules in these layouts.
+    """Return the edge between `ends` in the canonical form of `Edge.of`, for modules in `layouts`.
 
     Raises:
         UserError: as `edge_of`, or no layout is given for one of its modules.
@@ -103,7 +103,7 @@ def as_edge(ends: Ends, layouts: Mapping[str, Layout]) -> Edge:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """Modules, and edges along which rows go from one to another.
+    """A graph of modules, with edges along which rows go from one module to another.
 
         Graph({"vision": ["text"], "text": ["generator"]}, width=4096, dtype=torch.bfloat16)
 
@@ -111,9 +111,9 @@ class Graph:
     """
 
     feeds: Mapping[str, Sequence[str]] | Sequence[Ends]
-    """The modules that each module feeds, from its last stage to the first of theirs; or the edges."""
+    """The modules to whose first stages the last stage of each module sends rows; or all edges."""
     width: int | ByEdge[int]
-    """Elements of a row, for all edges or by edge."""
+    """Number of elements of a row, for all edges or by edge."""
     dtype: torch.dtype
     """The dtype of rows, and of hidden states between stages."""
     transport: torch.dtype | None = None
@@ -158,16 +158,16 @@ class Graph:
         return tuple(dict.fromkeys([*alone, *(name for edge in self.edges for name in (edge.source, edge.target))]))
 
     def width_of(self, edge: Edge) -> int:
-        """Return the elements of a row of the edge."""
+        """Return the number of elements of a row that crosses the edge."""
         return self._widths[edge]
 
     def outputs_of(self, edge: Edge) -> tuple[str, ...]:
-        """Return the outputs that cross the edge."""
+        """Return the names of the outputs that cross the edge."""
         given = {edge_of(ends): tuple(names) for ends, names in (self.outputs or {}).items()}
         return given.get(edge, (ROWS,))
 
     def in_layouts(self, layouts: Mapping[str, Layout]) -> Graph:
-        """Return the same graph with canonical names of edges, see `as_edge`. Raises `UserError`."""
+        """Return the same graph with canonical edges, see `as_edge`. Raises `UserError`."""
         named = {edge: as_edge(edge, layouts) for edge in self.edges}
         return replace(
             self,

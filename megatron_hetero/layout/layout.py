@@ -5,7 +5,7 @@ The grammar is in `megatron_hetero.layout.grammar`. Examples:
     sp:8                 eight-way sequence parallel over a world of 8
     tp:4,pp:2@8-15       four-way tensor parallel in two pipeline stages on ranks 8 to 15
     dp:2,tp:4@0-3,8-11   two replicas of four tensor-parallel ranks on two sets of ranks
-    tp:4,dp:2,ep:8       experts, in a module that has them, are divided over the same eight ranks
+    tp:4,dp:2,ep:8       the experts of a layer, if any, are divided over the same eight ranks
 
 Without ``@`` a layout covers the whole world. ``dp`` defaults to the ranks divided by the other degrees, ``ep`` to
 ``tp``, or to the next lower divisor of a stage's ranks if there are fewer experts. Ranks ascend, because process groups
@@ -52,7 +52,7 @@ class Coordinate(NamedTuple):
     pp: int = 0
 
 
-# The specification, for tp:2,dp:2,pp:2@4-11. `tp` varies fastest, then sp, cp, dp, and pp slowest.
+# Example of the order of ranks, for tp:2,dp:2,pp:2@4-11: `tp` varies fastest, then sp, cp and dp; pp varies slowest.
 #
 #     rank   tp sp cp dp pp     groups("tp")  groups("dp")  groups("pp")  groups("tp", "dp")
 #        4    0  0  0  0  0     (4, 5)        (4, 6)        (4, 8)        (4, 5, 6, 7)
@@ -66,17 +66,17 @@ class Coordinate(NamedTuple):
 #
 # Each row of the table shows the groups that contain the rank.
 #
-# A further view numbers the ranks of each stage in the same order and reads them along its own axes, the first fastest.
-# For tp:2,dp:2,pp:2,ep:2@4-11 with the view of `megatron_hetero.layout.axes`:
+# A further view arranges the ranks of each stage, in the same order, along other axes, the first varying fastest.
+# For tp:2,dp:2,pp:2,ep:2@4-11 with the view `EXPERTS`:
 #
 #     rank        4   5   6   7   8   9  10  11     groups("ep")   (4, 5) (6, 7) (8, 9) (10, 11)
 #     ep          0   1   0   1   0   1   0   1     groups("edp")  (4, 6) (5, 7) (8, 10) (9, 11)
 #     edp         0   0   1   1   0   0   1   1
 @dataclass(frozen=True, repr=False)
 class Layout:
-    """A degree per axis, the ranks that they cover, and further views of these ranks.
+    """The layout of a module: a degree per axis, the ranks that it covers, and further views of these ranks.
 
-    ``repr`` evaluates to an equal value. ``str`` is for people and always includes the ranks, so that
+    ``repr`` evaluates to an equal value. ``str`` is readable text that always includes the ranks, so that
     ``Layout.parse(str(x), views=x.views) == x`` in any world that has these ranks.
 
     Raises:
@@ -108,8 +108,8 @@ class Layout:
 
     @classmethod
     def of(cls, degrees: Mapping[str, int], ranks: tuple[int, ...], views: Sequence[View] = ()) -> Layout:
-        """Return the layout of these degrees, 1 unless given, in the main view and in further `views`. Raises
-        `UserError` as the class does.
+        """Return the layout with `degrees`, 1 for omitted axes, on `ranks`, in the main view and further `views`.
+        Raises `UserError` as the class does.
         """
         folds = tuple(Fold(view, tuple(degrees.get(axis, 1) for axis in view.stated)) for view in views)
         return cls(**{axis: degrees.get(axis, 1) for axis in AXES}, ranks=ranks, folds=folds)
@@ -133,8 +133,8 @@ class Layout:
             module: name of the module for errors.
             flags: whether errors name the module's flag (``--MODULE-parallel``) rather than an argument.
             shape: shape of the module, so that errors suggest layouts that suit it.
-            views: further views of the module, whose axes `text` may give; by default the views of `shape`, or without
-                a shape `EXPERTS` if `text` gives its axes.
+            views: further views of the module, whose axes `text` may give; by default the views of `shape`;
+                without a shape, `EXPERTS` if `text` has an axis of that view.
 
         Raises:
             UserError: the text is malformed, or the degrees do not fit the ranks. The message suggests a layout that
@@ -159,26 +159,26 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks in the layout."""
         return len(self.ranks)
 
     @property
     def stage_size(self) -> int:
-        """Number of ranks of a pipeline stage."""
+        """The number of ranks in each pipeline stage."""
         return self.size // self.pp
 
     @property
     def views(self) -> tuple[View, ...]:
-        """The views besides the main view."""
+        """The further views, in addition to the main view."""
         return tuple(view for view, _ in self.folds)
 
     @property
     def every_view(self) -> tuple[View, ...]:
-        """The main view and the further views."""
+        """All views: the main view, then the further views."""
         return (MAIN, *self.views)
 
     def view(self, name: str) -> View:
-        """Return the view of this name. Raises `UserError` if the layout has no such view."""
+        """Return the view called `name`. Raises `UserError` if the layout has no such view."""
         views = {view.name: view for view in self.every_view}
         if name not in views:
             found, expected = f"no view `{name}`{did_you_mean(name, views)}", f"one of {', '.join(views)}"
@@ -186,7 +186,7 @@ class Layout:
         return views[name]
 
     def ways(self, *splits: Split, view: View = MAIN) -> int:
-        """Return the number of shards that these are split into: the product of the degrees of their axes in a view."""
+        """Return the number of shards that `splits` are divided into: the product of their axes' degrees in `view`."""
         degrees = self.degrees_in(view)
         return prod(degrees[axis] for axis in view.axes_of(*splits))
 
@@ -197,12 +197,12 @@ class Layout:
 
     @property
     def stated(self) -> dict[str, int]:
-        """The degrees of the main view and of the `stated` axes of each further view, which determine all others."""
+        """The degrees of the main view's axes and of each further view's `stated` axes, which determine the rest."""
         further = {axis: n for view, degrees in self.folds for axis, n in zip(view.stated, degrees, strict=True)}
         return {**self.degrees, **further}
 
     def degrees_in(self, view: View) -> dict[str, int]:
-        """Return the degree of each axis of a view, from the fastest to the slowest, which is always `pp`."""
+        """Return the degree of each axis of `view`, from the fastest-varying axis to the slowest, `pp`."""
         if view == MAIN:
             return self.degrees
         stated = self.stated
@@ -210,7 +210,7 @@ class Layout:
         return {axis: stated.get(axis, rest) for axis in view.names} | {"pp": self.pp}
 
     def view_of(self, *axes: str) -> View:
-        """Return the view that has these axes. Every view has `pp`.
+        """Return the view that has all of `axes`. Every view has `pp`.
 
         Raises:
             UserError: an axis is unknown, or no single view has all of them.
@@ -229,7 +229,7 @@ class Layout:
 
     @classmethod
     def from_mesh(cls, mesh: Any, *, axes: Mapping[str, str] | None = None, experts: Any = None) -> Layout:
-        """Return the layout of a whole `DeviceMesh` of PyTorch, whose dimensions are named as axes.
+        """Return the layout of a PyTorch `DeviceMesh` whose dimensions have the names of axes.
 
         Args:
             mesh: a whole mesh, not a slice.
@@ -238,27 +238,27 @@ class Layout:
                 experts.
 
         Raises:
-            UserError: a dimension is no axis, or a layout cannot express the order of the ranks.
+            UserError: a dimension is not an axis, or a layout cannot express the order of the ranks.
         """
         return cls.of(*of_pair(FROM_MESH, mesh_dims, mesh, experts, axes or {}))
 
     @classmethod
     def from_grid(cls, grid: Any, *, axes: Mapping[str, str] | None = None, experts: Any = None) -> Layout:
-        """Return the layout of a `HyperCommGrid` of Megatron-Core, and of a second one for `experts`. `axes` and errors
-        are those of `from_mesh`.
+        """Return the layout of a Megatron-Core `HyperCommGrid`. `experts`: a second grid of the same ranks for layers
+        with experts. `axes` and errors are as in `from_mesh`.
         """
         return cls.of(*of_pair("Layout.from_grid", grid_dims, grid, experts, axes or {}))
 
     @classmethod
     def from_mpu(cls) -> Layout:
-        """Return the layout of all ranks that Megatron-Core's `parallel_state` was initialised with. It has a view of
-        experts if their sizes were given.
+        """Return the layout of all ranks in Megatron-Core's initialised `parallel_state`. The layout has the view
+        `EXPERTS` if expert parallelism was configured.
 
         Raises:
             UserError: `parallel_state` is not initialised, splits each expert, or has an order of ranks that a layout
                 cannot express.
         """
-        # Imported here, because this module is otherwise pure.
+        # Imported here so that importing this module needs no torch.
         import torch.distributed as dist
         from megatron.core import parallel_state  # pyright: ignore[reportMissingTypeStubs]
 
@@ -266,8 +266,8 @@ class Layout:
 
     @property
     def degrees_text(self) -> str:
-        """The degrees as text, such as ``tp:4,dp:2``: all degrees above one (``dp:1`` if there are none), and those
-        whose default may be above one.
+        """The degrees as text, such as ``tp:4,dp:2``: all degrees above 1 (``dp:1`` if there are none), and
+        degrees of 1 whose default may be larger.
         """
         degrees = self.stated
         main = [f"{axis}:{degrees[axis]}" for axis in AXES if degrees[axis] != 1] or ["dp:1"]
@@ -299,12 +299,12 @@ class Layout:
         """Return the index of `rank` along each axis of the main view.
 
         Raises:
-            UserError: the layout does not have the rank.
+            UserError: `rank` is not in the layout.
         """
         return Coordinate(**self.indices(rank, MAIN))
 
     def indices(self, rank: int, view: View) -> dict[str, int]:
-        """Return the index of `rank` along each axis of a view, as ordered in `degrees_in`. Raises as `coordinate`."""
+        """Return the index of `rank` along each axis of `view`, in the order of `degrees_in`. Raises `UserError`."""
         return _indices(self._position(rank), self.degrees_in(view))
 
     def _position(self, rank: int) -> int:
@@ -313,7 +313,7 @@ class Layout:
         return bisect_left(self.ranks, rank)
 
     def rank_at(self, *, tp: int = 0, sp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """Return the rank at these indices.
+        """Return the rank at the given indices along the axes of the main view.
 
         Raises:
             UserError: an index is outside the degree of its axis.
@@ -327,10 +327,10 @@ class Layout:
         return self.ranks[position]
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks in groups along `axes` of one view: inside a group only the indices of `axes` differ.
+        """Return the groups of ranks along `axes` of one view: ranks of a group differ only in the indices of `axes`.
 
-        Groups are in the order of their first rank, and ranks ascend inside a group. Without axes every rank is a group
-        of its own. Raises as `view_of`.
+        Groups are in the order of their first rank, and ranks ascend inside a group. Without axes every rank
+        forms a separate group. Raises `UserError` as `view_of` does.
         """
         degrees = self.degrees_in(self.view_of(*axes))
         members: dict[tuple[int, ...], list[int]] = {}
@@ -350,7 +350,7 @@ class Layout:
         return tuple(self.ranks[at] for at in members)
 
     def stage(self, index: int) -> Layout:
-        """Return one pipeline stage as a layout of its own, with a `pp` of 1.
+        """Return the layout of pipeline stage `index`, with a `pp` of 1.
 
         Raises:
             UserError: the layout has no such stage.
@@ -367,7 +367,7 @@ class Layout:
 
 
 def unfit(problem: LayoutProblem, module: str, text: str, fix: str, *, flags: bool) -> UserError:
-    """Return the error for a module's layout, such as ``text layout `tp:3` (axis tp): found ...``."""
+    """Return the error for an unsuitable layout of `module`, such as ``text layout `tp:3` (axis tp): found ...``."""
     places = [*([f"--{module}-parallel"] if flags else []), *([f"axis {problem.axis}"] if problem.axis else [])]
     place = f" ({', '.join(places)})" if places else ""
     where = f"{module} layout `{text}`{place}".lstrip()
@@ -385,9 +385,9 @@ def advice(module: str, layout: Layout, world_size: int | None, *, flags: bool) 
 def closest_layout(
     wanted: Mapping[str, int], ranks: tuple[int, ...], shape: ModuleShape | None, views: Sequence[View]
 ) -> Layout:
-    """Return the legal layout over `ranks` with, axis by axis, the largest degree up to the `wanted` one. An axis
-    without a wanted degree takes that of the axis that it follows, or else 1; `dp` and the axis of samples of each
-    further view take the ranks that are left.
+    """Return a legal layout over `ranks`, choosing for each axis in turn the largest legal degree up to the `wanted`
+    degree. An axis without a wanted degree is limited to the degree of the axis that it follows, or else to 1. `dp` and
+    the axis of samples of each further view take the remaining ranks.
     """
     best = dict.fromkeys(AXES, 1)
     for view in (MAIN, *views):
@@ -410,7 +410,7 @@ def _more_ranks(
     views: Sequence[View],
     flags: bool,
 ) -> str:
-    """Return the advice to start as many ranks as a layout needs, if the world has fewer and the layout is legal."""
+    """Return the advice to start as many ranks as the layout needs; empty if a larger world would not help."""
     wanted = _main_ranks(degrees) if ranks is None else ranks[-1] + 1
     if world_size is None or not world_size < wanted <= MAX_PLANNED:
         return ""
@@ -431,7 +431,7 @@ def _fitted(
     shape: ModuleShape | None,
     views: Sequence[View],
 ) -> Layout:
-    """Return the layout of these degrees, and of missing ones as inferred from the ranks.
+    """Return the layout with `degrees`, inferring missing degrees from the number of ranks.
 
     Raises:
         LayoutProblem: degrees and ranks do not fit each other or the world.
@@ -453,9 +453,9 @@ def _fitted(
 
 
 def _followers(view: View, degrees: Mapping[str, int], stage: int, counts: Mapping[Split, int]) -> dict[str, int]:
-    """Return the degrees of a view's axes, and infer those of axes that follow another axis: the same degree, but at
-    most the count of what the axis splits, and a divisor of the ranks of a `stage`. If the axis of samples has a
-    degree, the inferred axis takes all ranks that are left.
+    """Return the degrees of a view's axes. An omitted axis that follows another gets the largest divisor of the
+    remaining ranks of a `stage` up to the followed axis's degree and the count of what it splits; or all remaining
+    ranks if the axis of samples has a degree.
     """
     result = {axis: degrees[axis] for axis in view.names if axis in degrees}
     for axis in view.axes:
@@ -471,13 +471,13 @@ def _followers(view: View, degrees: Mapping[str, int], stage: int, counts: Mappi
 
 
 def _main_ranks(degrees: Mapping[str, int]) -> int:
-    """The product of the degrees of the main view."""
+    """Return the product of the degrees of the main view."""
     return prod(n for axis, n in degrees.items() if axis in AXES)
 
 
 def _misfit(degrees: Mapping[str, int], ranks: Sequence[int], views: Sequence[View]) -> LayoutProblem | None:
-    """Return why these degrees do not fit the ranks; None if they do. An axis of samples without a degree takes the
-    ranks that are left.
+    """Return the problem if `degrees` do not fit the ranks, else None. An axis of samples without a degree takes the
+    remaining ranks.
     """
     size, needed = len(ranks), _main_ranks(degrees)
     found = f"degrees that multiply to {needed} on {size} ranks"
@@ -489,7 +489,7 @@ def _misfit(degrees: Mapping[str, int], ranks: Sequence[int], views: Sequence[Vi
     stage = size // degrees.get("pp", 1)
     for view in views:
         given = {axis: degrees[axis] for axis in view.names if axis in degrees}
-        # An axis that follows another one takes what is left.
+        # Omitted axes take the remaining ranks if they split samples or follow another axis.
         is_all = view.rest in given and all(axis.name in given for axis in view.axes if axis.follows)
         if stage % prod(given.values()) or (is_all and prod(given.values()) != stage):
             given_text = ",".join(f"{axis}:{n}" for axis, n in given.items())
@@ -500,7 +500,7 @@ def _misfit(degrees: Mapping[str, int], ranks: Sequence[int], views: Sequence[Vi
 
 
 def _indices(position: int, degrees: Mapping[str, int]) -> dict[str, int]:
-    """Return the index of the rank at `position` along each axis, from the fastest to the slowest."""
+    """Return the index of the rank at `position` along each axis of `degrees`, which begin with the fastest axis."""
     indices: dict[str, int] = {}
     for axis, degree in degrees.items():
         position, indices[axis] = divmod(position, degree)

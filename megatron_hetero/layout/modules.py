@@ -1,4 +1,4 @@
-"""Checks the layouts of all modules: none is missing, each suits its module, and every rank has work. Pure."""
+"""Checks the layouts of all modules: each module has one, each suits its module, and every rank has work. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_hetero.layout.layout import Layout, advice, closest_layout, unfit
 def resolve(
     texts: Mapping[str, str], modules: Mapping[str, ModuleShape], world_size: int, *, flags: bool = False
 ) -> dict[str, Layout]:
-    """Return a checked layout for every module: from `texts`, or else ``dp`` over the world. `flags`: whether errors
+    """Return a checked layout for every module: parsed from `texts`, or ``dp`` over the world. `flags`: whether errors
     name command-line flags, as for `Layout.parse`.
 
     Raises:
@@ -35,7 +35,7 @@ def resolve(
 def validate(
     modules: Mapping[str, ModuleShape], layouts: Mapping[str, Layout], world_size: int, *, flags: bool = False
 ) -> None:
-    """Check the layouts of all modules, on ranks of the world, against their shapes. `flags`: as for `resolve`.
+    """Check the layouts of all modules against the modules' shapes and the world. `flags`: as for `resolve`.
 
     Raises:
         UserError: a layout does not suit its module, or ranks have no work. The message suggests a layout that passes.
@@ -62,7 +62,7 @@ def _require_all_covered(
     idle = sorted(set(range(world_size)).difference(*(layout.ranks for layout in layouts.values())))
     if not idle:
         return
-    # The text module gains the most from more ranks.
+    # Widen the text module's layout, which gains the most from more ranks.
     name = next((n for n, shape in modules.items() if shape.kind == "text"), next(iter(modules)))
     ranks, shape = tuple(sorted({*layouts[name].ranks, *idle})), modules[name]
     wider = closest_layout(layouts[name].stated, ranks, shape, shape.views)

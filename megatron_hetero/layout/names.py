@@ -1,14 +1,15 @@
-"""Names of modules, of their roles, and of what leaves their stages."""
+"""Names of modules, of their roles, and of the outputs of their stages."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 Role = Literal["encoder", "text"]
-"""What a module does in the graph: an encoder turns items into rows; the text module takes tokens and rows and ends in
-an objective."""
+"""The role of a module in the graph: an encoder turns items, such as images, into rows; the text module turns tokens
+and rows into a loss.
+"""
 TEXT: Role = "text"
-"""The role and the name of the language model. Encoders have the names that their family, or the user, gives them."""
+"""The role and the name of the language model. Encoders are named by their model family or by the user."""
 
 ROWS, HIDDEN = "rows", "hidden"
-"""Outputs of pipeline stages with several outputs: rows that replace embeddings, and hidden states."""
+"""Names of the outputs of a stage with several outputs: rows that replace embeddings, and hidden states."""

@@ -1,6 +1,6 @@
 """The layers of each pipeline stage of a module. Pure.
 
-Stages are numbered in the order in which activations pass through them. Each pipeline rank has one of them, or several
+Stages are numbered in the order in which activations pass through them. Each pipeline rank has one stage, or several
 (virtual stages, Narayanan et al. 2021, arXiv 2104.04473): stage i is on pipeline rank i mod pp.
 
     8 layers, pp 2                      pp 0: 0-3           pp 1: 4-7
@@ -21,13 +21,13 @@ from math import lcm
 from megatron_hetero.base.errors import UserError
 
 LAYERS = "layers."
-"""Prefix of the names of layers' parameters, before the number of the layer."""
+"""Prefix of the names of layer parameters, which the number of the layer follows."""
 
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """Layers [first, last) of a module, preceded by the embedding if `is_first`, followed by final norm and head, or
-    merger, if `is_last`.
+    """A pipeline stage: layers [first, last) of a module, after the embedding if `is_first`, and before the final norm
+    and the head or merger if `is_last`.
     """
 
     first: int
@@ -37,19 +37,19 @@ class PipelineStage:
 
     @classmethod
     def whole(cls, layers: int) -> PipelineStage:
-        """Return the stage of a module without pipeline parallelism."""
+        """Return the only stage of a module with `layers` layers and no pipeline parallelism."""
         return cls(0, layers, True, True)
 
     @property
     def layers(self) -> range:
-        """Numbers of its layers in the module."""
+        """The numbers of the stage's layers in the whole module."""
         return range(self.first, self.last)
 
     def __str__(self) -> str:
         return f"layers {self.first}" if len(self.layers) == 1 else f"layers {self.first}-{self.last - 1}"
 
     def global_name(self, parameter: str) -> str:
-        """Return the name of a parameter in the whole module: the model of a stage numbers its layers from 0."""
+        """Return the name in the whole module of a stage's `parameter`; each stage numbers its layers from 0."""
         if not parameter.startswith(LAYERS):
             return parameter
         number, _, rest = parameter.removeprefix(LAYERS).partition(".")
@@ -65,9 +65,9 @@ def cut_stages(
     costs: Sequence[float] | None = None,
     module: str = "text",
 ) -> tuple[PipelineStage, ...]:
-    """Return the `pp * per_rank` stages of a module with `layers` layers, in order. `split`: layers of each stage; by
-    default stages of even cost, by the `costs` of layers, which are equal by default. Raises `UserError`, which names
-    the module and the flag.
+    """Return the `pp * per_rank` stages of a module with `layers` layers, in order. `split`: number of layers of each
+    stage, by default such that stages cost about the same; `costs`: cost of each layer, by default equal. Raises
+    `UserError`, which names the module and the flag.
     """
     assert pp > 1 or per_rank == 1, "virtual stages need pipeline ranks"
     assert costs is None or len(costs) == layers, "each layer has a cost"
@@ -88,20 +88,20 @@ def cut_stages(
 
 
 def stages_of_rank(stages: Sequence[PipelineStage], pp_rank: int, pp: int) -> tuple[PipelineStage, ...]:
-    """Return the stages of a pipeline rank, in order."""
+    """Return the stages of pipeline rank `pp_rank`, in order."""
     return tuple(stages[pp_rank::pp])
 
 
 def stage_of(stages: Sequence[PipelineStage], layer: int) -> int:
-    """Return the number of the stage that has a layer."""
+    """Return the number of the stage that contains `layer`."""
     return next(number for number, stage in enumerate(stages) if layer in stage.layers)
 
 
 def even_split(layers: int, stages: int) -> tuple[int, ...]:
-    """Return the number of layers of each stage; they differ by one at most.
+    """Return the number of layers of each stage; these numbers differ by at most one.
 
-    Remaining layers go to the stages between the first and the last, from the front, then to the first, which needs
-    the most memory; never to the last, which also computes head and loss (or the merger) and would slow the pipeline.
+    Remaining layers go to the middle stages, from the front, then to the first stage, which needs the most memory. The
+    last stage gets none: it also computes the head and loss (or the merger) and would slow the pipeline.
     """
     each, left = divmod(layers, stages)
     order = [*range(1, stages - 1), 0]
@@ -110,15 +110,15 @@ def even_split(layers: int, stages: int) -> tuple[int, ...]:
 
 @lru_cache
 def split_by_cost(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
-    """Return the layers of each stage, so that the costliest stage costs as little as possible, then the next one, and
-    so on. Of several such splits, return the one whose stages end nearest to those of `even_split`; it is equal to that
-    for equal costs.
+    """Return the number of layers of each stage, minimizing the cost of the costliest stage, then of the next
+    costliest, and so on. Of equally good splits, return the one whose stage ends are nearest to `even_split`; for equal
+    costs, return `even_split`.
     """
-    # In integers, sums of equal costs are equal.
+    # Integer costs avoid rounding, so that sums of equal costs compare equal.
     exact = [*map(Fraction, costs)]
     unit = lcm(*(cost.denominator for cost in exact))
     before = [*accumulate((int(cost * unit) for cost in exact), initial=0)]
-    # By number of layers, the best split so far: costs in descending order, distance to the even split, layers by
+    # The best split so far for each number of layers: costs in descending order, distance to the even split, layers per
     # stage.
     best: dict[int, tuple[list[int], int, tuple[int, ...]]] = {0: ([], 0, ())}
     for left, even in zip(reversed(range(stages)), accumulate(even_split(len(costs), stages)), strict=True):

@@ -1,4 +1,4 @@
-"""PEFT folders as initial values of a model's adapters: which module loads which key, and the values."""
+"""Reading of PEFT folders as initial values of adapters: which module loads which key, and the values."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ _RESUME = (
     "to resume a run without it, set r, targets and patterns instead, as `adapters` in run.json of the checkpoint "
     "says, and alpha = r x scale"
 )
-"""How to resume a run without the folder that its adapters started from."""
+"""Advice in messages: how to resume a run whose PEFT folder is missing."""
 _HEADS = ("", "model.", "visual.")
-"""Prefixes that paths may lack, namely those of a model without a head or of an encoder alone."""
+"""Prefixes that are missing in paths of adapters for a model without a head or for an encoder alone."""
 
 
 class Adapter(NamedTuple):
-    """The adapter of a linear layer, or of a fused tensor of all `experts` of a layer."""
+    """Adapter of a linear layer, or of the fused tensor of all `experts` of a layer."""
 
     name: str
     """Name of the weight in the architecture, without `.weight`."""
     r: int
-    """Rank."""
+    """Rank of the adapter."""
     scale: float
-    """Factor of the product B A."""
+    """Factor by which the product B A is multiplied."""
     experts: int = 0
 
 
 @dataclass(frozen=True)
 class FolderTensors:
-    """What a module loads from a PEFT folder.
+    """The adapters and tensors that one module loads from a PEFT folder.
 
     Attributes:
         folder: the folder.
         adapters: adapters of the module, in the order of the architecture.
-        replaced: tensors of the model's folder that it replaces, by their names in the architecture.
-        keys: for each stored tensor, by full name: its key, the number of experts, and its place in a fused tensor.
+        replaced: names in the architecture of tensors that replace tensors of the model's folder.
+        keys: by full name of each tensor: its key, the number of experts, and its place in a fused tensor.
     """
 
     folder: PeftFolder
@@ -57,7 +57,7 @@ class FolderTensors:
     keys: Mapping[str, tuple[str, int, Cut | None]] = field(hash=False)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor with this full name, in its stored dtype."""
+        """Read the tensor with this full name, in its stored dtype."""
         key, experts, cut = self.keys[name]
         values = self.folder.read(key)
         if experts and key.endswith(".lora_B.weight"):
@@ -68,7 +68,7 @@ class FolderTensors:
 def read_folders(
     folders: Mapping[str, Path], shapes: ModelShapes, layers: Mapping[str, Collection[str]]
 ) -> dict[str, FolderTensors]:
-    """Return what each module loads from its PEFT folder. Modules may share a folder, and load their own keys of it.
+    """Return what each module loads from its PEFT folder. Modules that share a folder load different keys.
 
     Args:
         folders: `modules.NAME.lora.hf_path` by module.
@@ -103,9 +103,7 @@ def read_folders(
 
 
 def modules_in(folder: PeftFolder, shapes: ModelShapes, layers: Mapping[str, Collection[str]]) -> list[str]:
-    """Return which of the model's own modules load something from a PEFT folder. Raises `UserError` for keys of wrong
-    shapes.
-    """
+    """Return the model's own modules that load any key of a PEFT folder. Raises `UserError` for wrong shapes."""
     takers = {module: _Taker(module, shapes, folder, layers[module]) for module in (*shapes.own, TEXT)}
     takes = {
         module: [*map(taker.take_pair, folder.pairs), *map(taker.take_whole, folder.whole)]
@@ -119,7 +117,7 @@ def _setting(module: str) -> str:
 
 
 class _Taker:
-    """Collects what one module loads from a folder."""
+    """Collector of the adapters and tensors that one module loads from a PEFT folder."""
 
     def __init__(self, module: str, shapes: ModelShapes, folder: PeftFolder, layers: Collection[str]) -> None:
         self.module, self.shapes, self.folder, self.layers = module, shapes, folder, dict.fromkeys(layers).keys()
@@ -136,7 +134,7 @@ class _Taker:
         return FolderTensors(self.folder, adapters, replaced, self.keys)
 
     def take_pair(self, pair: Pair) -> bool:
-        """Take an adapter and return True if it is the module's. Raises `UserError` if its shape does not fit."""
+        """Add an adapter if it belongs to the module, and return whether it does. Raises `UserError` if misshapen."""
         for name in _names(self.module, pair.path, self.shapes):
             if name in self.layers:
                 out, inputs = self.stored[f"{self.prefix}{name}.weight"]
@@ -161,7 +159,7 @@ class _Taker:
         self._add(pair, name, f"{pair.path}.{kind}", rows // experts, experts)
 
     def _require(self, pair: Pair, path: str, matrices: Mapping[str, tuple[int, int]]) -> str:
-        """Return the matrix that has the shape of a pair's product. Raises `UserError` if none has."""
+        """Return the name of the matrix with the shape of the product of `pair`. Raises `UserError` if none fits."""
         out, inputs = pair.second[0], pair.first[1]
         if fitting := next((name for name, shape in matrices.items() if shape == (out, inputs)), None):
             return fitting
@@ -187,8 +185,8 @@ class _Taker:
         self.keys |= {f"{full}.lora_{kind}.weight": (f"{pair.key}.lora_{kind}.weight", experts, None) for kind in "AB"}
 
     def take_whole(self, key: str) -> bool:
-        """Take a tensor and return True if it replaces one of the module's. Raises `UserError` if its shape does not
-        fit.
+        """Add a tensor if it replaces a tensor of the module, and return whether it does. Raises `UserError` if its
+        shape does not fit.
         """
         shape = self.folder.whole[key]
         for name in _names(self.module, key, self.shapes):
@@ -233,7 +231,7 @@ class _Taker:
 
 
 def _names(module: str, path: str, shapes: ModelShapes) -> Iterator[str]:
-    """Yield the names in a module's architecture that a path in a PEFT folder may stand for."""
+    """Yield the possible names in a module's architecture of a path in a PEFT folder."""
     architecture, family = shapes[module].architecture, family_of(shapes[module].family)
     for head in _HEADS:
         name = family.canonical_name(head + path)
@@ -248,7 +246,7 @@ def _not_taken(
     shapes: ModelShapes,
     layers: Mapping[str, Collection[str]],
 ) -> UserError:
-    """Return the error for a key that none of the `modules` with this folder loads."""
+    """Return the error for a key of a PEFT folder that none of its `modules` loads."""
     where = f"{folder.where}: {path}"
     for other in (name for name in (*shapes.own, TEXT) if name not in modules):
         known = {*layers[other], *shapes[other].architecture.in_folder}
@@ -278,7 +276,7 @@ def _not_taken(
 
 
 def _what(module: str, name: str, shapes: ModelShapes) -> str:
-    """Describe a layer that cannot have an adapter."""
+    """Return a description of a layer that cannot have an adapter."""
     architecture = shapes[module].architecture
     shape = architecture.in_folder.get(f"{name}.weight", ())
     if name.endswith("lm_head") or f"{name}.weight" in architecture.stored_twice:

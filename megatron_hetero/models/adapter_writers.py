@@ -1,6 +1,6 @@
 """Writers of a model with adapters: to a PEFT folder, or to a whole `transformers` folder with the adapters merged.
 
-Like `model_writer`, both receive the model's stored tensors one by one, in any order, and skip those that they do not
+Like `model_writer`, both receive the model's stored tensors one by one, in any order, and skip tensors that they do not
 write. A *full name* is the name of a tensor with its module's prefix, a *path* its name in a `transformers` model.
 """
 
@@ -40,11 +40,11 @@ from megatron_hetero.models.weights import fused_of, model_writer, prefix_of, te
 TASK = "CAUSAL_LM"
 """PEFT's task type for a vision-language model."""
 _TOGETHER = ".in_proj_"
-"""Part of the names of a delta net's input projections. Either all of them get an adapter or none, because vLLM fuses
-some of them (vllm-project/vllm#47639).
+"""Substring of the names of a delta net's input projections. All of these projections get an adapter or none, because
+vLLM fuses some of them (vllm-project/vllm#47639).
 """
 Put = Callable[[str, Tensor], None]
-"""Receives the name of a stored tensor and its values on the CPU."""
+"""Function that receives the name of a stored tensor and its values on the CPU."""
 
 
 # ----------------------------------------------------------------------------------------------- PEFT folders
@@ -77,17 +77,17 @@ def adapter_writer(
 ) -> Iterator[Put]:
     """Write a PEFT folder that `PeftModel.from_pretrained` loads.
 
-    Yields a function that receives stored tensors by name and writes those of `adapter_tensors`; it must receive all of
-    these. Adapters of further encoders go to PEFT folders of their own, `encoders/NAME`. PEFT reads a single file, so
-    the whole folder is held in memory until it is written.
+    Yields a function that receives stored tensors by name. It writes the tensors of `adapter_tensors`, and must receive
+    all of them. Adapters of further encoders are written to separate PEFT folders, `encoders/NAME`. PEFT reads a single
+    file, so the whole folder is in memory until it is written.
 
     Args:
         target: the folder, which appears once it is complete.
         shapes: shapes of the model, with adapters.
         dtype: one dtype for all tensors, or a dtype by name.
-        companions: files beside the weights, as for `model_writer`; model configurations are skipped.
+        companions: files to write next to the weights, as for `model_writer`; model configurations are skipped.
         trained: names of the stored tensors that train, including adapters.
-        bases: the model's folder under `text`, and the folder of each further encoder.
+        bases: folders of the base weights: the model's folder under `text`, and one for each further encoder.
         _: other options of `model_writer`, which have no effect here.
 
     Raises:
@@ -116,7 +116,7 @@ def adapter_writer(
 
 
 def _folders(shapes: ModelShapes) -> dict[str, tuple[str, ...]]:
-    """Return the modules of each PEFT folder: the model's own under `text`, and each further encoder by itself."""
+    """Return the modules of each PEFT folder: the model's own modules under `text`, and each further encoder."""
     return {TEXT: (*shapes.own, TEXT)} | {name: (name,) for name in shapes.further}
 
 
@@ -129,7 +129,7 @@ class _Contents:
         modules: modules whose tensors the folder has.
         adapters: the module and the adapter of each adapted layer, by full name.
         zero: weight shape [out, in] of each layer that gets an adapter of zeros, by path.
-        whole: the `transformers` modules that are saved whole, by path: the key of each of their tensors by full name.
+        whole: by path of each `transformers` module that is saved whole: the keys of its tensors, by full name.
     """
 
     shapes: ModelShapes
@@ -140,8 +140,8 @@ class _Contents:
 
     @classmethod
     def of(cls, modules: tuple[str, ...], shapes: ModelShapes, trained: Collection[str]) -> _Contents:
-        """Return the contents of the folder of these modules. Raises `UserError` if PEFT's format cannot represent
-        them.
+        """Return the contents of the PEFT folder of `modules`. `trained`: names of all trained tensors. Raises
+        `UserError` if PEFT's format cannot represent the contents.
         """
         adapters, zero = dict[str, tuple[str, Adapter]](), dict[str, tuple[int, int]]()
         whole = dict[str, Mapping[str, str]]()
@@ -163,7 +163,7 @@ class _Contents:
         return {name: fused for module in self.modules for name, fused in fused_of(module, self.shapes).items()}
 
     def matrices(self, name: str) -> tuple[str, ...]:
-        """Return the stored tensors that make up a tensor of `whole`."""
+        """Return the names of the stored tensors that a tensor of `whole` consists of."""
         return tuple(self.fused[name].matrices) if name in self.fused else (name,)
 
     def keys(self) -> Iterator[tuple[str, str, Adapter]]:
@@ -172,13 +172,13 @@ class _Contents:
         for name, (_, adapter) in self.adapters.items():
             path = paths[name]
             if adapter.experts:
-                # PEFT wraps the parameters of a module in their order, so the first one is inside the second wrapper.
+                # PEFT wraps parameters one after another, so the first parameter is inside the wrapper of the second.
                 path, _, kind = path.rpartition(".")
                 path += ".base_layer" if kind != "down_proj" and f"{path}.down_proj" in paths.values() else ""
             yield name, PREFIX + path, adapter
 
     def config(self, name: str, base: Path) -> str:
-        """Return `adapter_config.json` of the folder of module `name`."""
+        """Return the text of `adapter_config.json` for the folder of module `name` with base model `base`."""
         targets = [
             Target(_path(full, module, self.shapes), each.r, each.scale, each.experts > 0)
             for full, (module, each) in self.adapters.items()
@@ -215,7 +215,7 @@ class _Contents:
         return sizes, dtypes
 
     def puts(self, writer: FolderWriter) -> dict[str, Callable[[Tensor], None]]:
-        """Return for each stored tensor of the folder a function that writes it."""
+        """Return, for each stored tensor, a function that writes its values to the folder."""
         puts = dict[str, Callable[[Tensor], None]]()
         for name, key, adapter in self.keys():
             puts[name + A] = partial(writer.put, key + A)
@@ -229,7 +229,7 @@ class _Contents:
         return puts
 
     def put_zeros(self, writer: FolderWriter) -> None:
-        """Write the adapters of zeros."""
+        """Write an adapter of zeros for each layer of `zero`."""
         for path, (out, inputs) in self.zero.items():
             _, r = self._first
             writer.put(f"{PREFIX}{path}{A}", torch.zeros(r, inputs))
@@ -237,7 +237,7 @@ class _Contents:
 
     @property
     def _first(self) -> tuple[str, int]:
-        """Full name and rank of the first adapter, whose dtype and rank the adapters of zeros take."""
+        """Full name and rank of the first adapter. Adapters of zeros have the same dtype and rank."""
         name, (_, adapter) = next(iter(self.adapters.items()))
         return name, adapter.r
 
@@ -252,8 +252,8 @@ def _path(name: str, module: str, shapes: ModelShapes) -> str:
 
 
 def _missing(module: str, shapes: ModelShapes, adapters: Collection[str]) -> dict[str, tuple[int, int]]:
-    """Return the layers without an adapter in groups where others have one (see `_TOGETHER`), with their weight shapes,
-    by full name.
+    """Return the weight shapes, by full name, of layers without an adapter in groups (see `_TOGETHER`) in which other
+    layers have one.
     """
     prefix, architecture = prefix_of(module, shapes), shapes[module].architecture
     grouped = [name for name, _ in linear_layers(architecture) if _TOGETHER in name]
@@ -269,8 +269,8 @@ def _missing(module: str, shapes: ModelShapes, adapters: Collection[str]) -> dic
 def _whole(
     module: str, shapes: ModelShapes, names: Collection[str], adapters: Collection[str]
 ) -> dict[str, dict[str, str]]:
-    """Return the `transformers` modules that have tensors with these names, see `_Contents.whole`. Raises `UserError`
-    if PEFT cannot save them whole.
+    """Return `_Contents.whole` for the `transformers` modules that contain the tensors `names`. Raises `UserError` if
+    PEFT cannot save such a module whole.
     """
     whole = dict[str, dict[str, str]]()
     for owner, (inside, chosen) in _owners(module, shapes, names).items():
@@ -281,7 +281,7 @@ def _whole(
 
 
 def saved_whole(module: str, shapes: ModelShapes, names: Collection[str]) -> frozenset[str]:
-    """Return which of these tensors of a module a PEFT folder can have beside its adapters."""
+    """Return the tensors among `names` that a PEFT folder can contain in addition to the adapters of `module`."""
     prefix, lora = prefix_of(module, shapes), lora_of(module, shapes)
     adapters = () if lora is None else [prefix + each.name for each in lora.adapters]
     saved = set[str]()
@@ -293,8 +293,8 @@ def saved_whole(module: str, shapes: ModelShapes, names: Collection[str]) -> fro
 
 
 def _owners(module: str, shapes: ModelShapes, names: Collection[str]) -> dict[str, tuple[list[str], set[str]]]:
-    """Return the `transformers` modules of these tensors, each with all tensors inside it and with those of `names`.
-    Fused tensors replace the matrices that they consist of.
+    """Return the `transformers` modules that contain the tensors `names`: for each module, all tensors inside it, and
+    the subset in `names`. Fused tensors replace their matrices.
     """
     fused_name = {matrix: name for name, fused in fused_of(module, shapes).items() for matrix in fused.matrices}
     stored = dict.fromkeys(fused_name.get(name, name) for name in tensors_of(module, shapes, in_folder=True))
@@ -311,7 +311,7 @@ def _owners(module: str, shapes: ModelShapes, names: Collection[str]) -> dict[st
 def _refusal(
     owner: str, inside: Collection[str], chosen: set[str], module: str, shapes: ModelShapes, adapters: Collection[str]
 ) -> UserError | None:
-    """Return why PEFT cannot save a module whole, of which the tensors `chosen` train; None if it can."""
+    """Return the error if PEFT cannot save module `owner`, whose tensors `chosen` train, as a whole; else None."""
     path, prefix = _path(owner, module, shapes), prefix_of(module, shapes)
     if any(name.removeprefix(prefix) in shapes[module].architecture.stored_twice.values() for name in inside):
         found, why = f"{path}, which trains in full", "PEFT would untie it from the head"
@@ -344,8 +344,8 @@ def merging_writer(
     transposed: bool = False,
     source: StoredWeights | None = None,
 ) -> Iterator[Put]:
-    """Write a `transformers` folder like `model_writer`, with adapters added to the weights in fp32. A weight stays in
-    memory until its adapter arrives, so adapters should come before their weights or soon after.
+    """Write a `transformers` folder like `model_writer`, with adapters merged into the weights in fp32. A weight stays
+    in memory until its adapter arrives, so an adapter should arrive before its weight or soon after it.
     """
     with model_writer(target, shapes, dtype, companions, limit, transposed, source) as put:
         merging = Merging(shapes, put)
@@ -355,7 +355,7 @@ def merging_writer(
 
 @dataclass(frozen=True)
 class _Term:
-    """What is added to a weight: these `rows` of the product of the adapter with full name `name`, of one `expert`."""
+    """Product to add to a weight: `rows` of B A, of one `expert`, in the adapter with full name `name`."""
 
     name: str
     adapter: Adapter
@@ -364,12 +364,12 @@ class _Term:
 
 
 class Merging:
-    """Adds adapters to weights, and passes the sums and all other tensors of folders to `put`."""
+    """Merger of adapters into weights, which passes merged weights and all other tensors of folders to `put`."""
 
     def __init__(self, shapes: ModelShapes, put: Put) -> None:
         self._put = put
         self.waiting = dict[str, Tensor]()
-        """Weights whose adapter has not arrived."""
+        """Weights that wait for their adapters, by name."""
         self._factors = dict[str, Tensor]()
         self._terms = dict[str, _Term]()
         for module in shapes.modules:
@@ -388,7 +388,7 @@ class Merging:
                 self._terms[matrix] = _Term(name, adapter, cut.index, slice(*cut.rows))
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Receive a stored tensor."""
+        """Receive a stored tensor: a factor of an adapter, a weight to merge, or a tensor to pass on."""
         adapted = name.removesuffix(A).removesuffix(B)
         if name in self._terms:
             self.waiting[name] = tensor
@@ -401,7 +401,7 @@ class Merging:
             self._put(name, tensor)
 
     def _merge(self, name: str) -> None:
-        """Pass on a weight if both factors of its adapter are there, and free these after their last use."""
+        """Merge a weight if both factors of its adapter have arrived, and free the factors after their last use."""
         term = self._terms[name]
         if any(term.name + kind not in self._factors for kind in (A, B)):
             return

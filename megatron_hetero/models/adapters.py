@@ -2,10 +2,10 @@
 
 Adapters are stored tensors of the architecture that no model folder has: `NAME.lora_A.weight` [r, in] and
 `NAME.lora_B.weight` [out, r] for a linear layer with the weight `NAME.weight`. Their parameters on each rank follow
-from the weight map of the layer's parameters, so no kind of layer has code for them.
+from the weight map of the layer's parameters, so layers need no code for adapters.
 
 The experts of a layer share one adapter for all gates and ups, `….experts.gate_up_proj`, and one for all downs,
-`….experts.down_proj`. Each expert has low-rank matrices of its own within them, with one A for its gate and its up:
+`….experts.down_proj`. Each expert has separate low-rank matrices in these adapters, with one A for its gate and its up:
 A [experts * r, in] and B [experts * out, r], expert after expert.
 """
 
@@ -40,11 +40,11 @@ from megatron_hetero.models.layers.parts import Part, Site
 from megatron_hetero.models.shapes import ModelShapes
 
 A, B = ".lora_A.weight", ".lora_B.weight"
-"""Ends of the names of adapters, in place of `.weight`."""
+"""Suffixes of the names of an adapter's tensors, in place of `.weight`."""
 EXPERT_PARAMETERS = "first", "second"
-"""Parameters of experts that may have adapters. The adapter of one is the submodule `NAME_lora`."""
+"""Parameters of experts that may have adapters. The adapter of parameter `NAME` is the submodule `NAME_lora`."""
 Pair = tuple[tuple[TensorSlice, ...], tuple[TensorSlice, ...]]
-"""The slices of the parameters A and B."""
+"""Slices of the parameters A and B of an adapter."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Lora:
 
     @property
     def replaces(self) -> frozenset[str]:
-        """Tensors of the model's folder whose initial values come from elsewhere."""
+        """Tensors of the model's folder whose initial values come from the PEFT folder instead."""
         return frozenset() if self.start is None else self.start.replaced
 
     @property
@@ -82,7 +82,7 @@ class Lora:
         return {f"{adapter.name}.weight": adapter for adapter in self.adapters}
 
     def tensors(self, stored: TensorShapes) -> TensorShapes:
-        """Return A and B of each adapter with their shapes."""
+        """Return the shapes of A and B of each adapter, by name."""
         shapes: TensorShapes = {}
         for adapter in self.adapters:
             out, inputs = shape_of(adapter.name, stored)
@@ -92,7 +92,7 @@ class Lora:
         return shapes
 
     def weight_map(self, weights: WeightMap, prefix: str) -> WeightMap:
-        """Return the parameters, with A and B after those of each adapted layer."""
+        """Return `weights` with the parameters A and B inserted after the parameters of each adapted layer."""
         result: dict[str, tuple[TensorSlice, ...]] = {}
         for module, names in groupby(weights, lambda name: name.rpartition(".")[0]):
             result |= {name: weights[name] for name in names}
@@ -114,11 +114,11 @@ class Lora:
         return [self._by_tensor[name] for name in names if name in self._by_tensor]
 
     def _beside_experts(self, slices: Sequence[TensorSlice], prefix: str) -> Adapter | None:
-        """Return the adapter of a parameter of experts."""
+        """Return the adapter of a parameter of experts, if any."""
         return self._by_tensor.get(f"{fused_name(slices[0].name.removeprefix(prefix))}.weight") if slices else None
 
     def initial(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Return the values of a PEFT folder; or as PEFT draws them: A uniform within 1 / sqrt(in), B zero."""
+        """Return the values of the PEFT folder, or else PEFT's defaults: A uniform within ±1 / sqrt(in), B zero."""
         if self.start is not None:
             return self.start.read(name, shape)
         if name.endswith(B):
@@ -127,7 +127,7 @@ class Lora:
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
     def elements(self, stored: str, part: Part | Layer) -> int:
-        """Return the elements of A and B that each token is multiplied by, counting only the chosen experts."""
+        """Return the number of elements of A and B used per token, counting only the chosen experts."""
         tensors = {stored + name: shape for name, shape in part.tensors().items()}
         chosen = getattr(part.mlp, "top_k", 0) if isinstance(part, Layer) else 0
         adapters = [adapter for adapter in self.adapters if adapter.name.startswith(stored)]
@@ -171,20 +171,18 @@ class Lora:
 
 
 def lora_of(module: str, shapes: ModelShapes) -> Lora | None:
-    """Return the adapters of a module, or what replaces its tensors by those of a PEFT folder, if there is either."""
+    """Return the adapters of a module and its tensors from a PEFT folder; None if it has neither."""
     added = shapes[module].added
     return added if isinstance(added, Lora) else None
 
 
 def has_adapters(shapes: ModelShapes) -> bool:
-    """Whether any module has adapters."""
+    """Return whether any module has adapters or tensors from a PEFT folder."""
     return any(lora_of(module, shapes) is not None for module in shapes.modules)
 
 
 def fused_name(name: str) -> str:
-    """Return the name of the fused tensor that contains a matrix of an expert; other names unchanged. Both are without
-    `.weight`.
-    """
+    """Return the name of the fused tensor that contains an expert's matrix, or else `name` without `.weight`."""
     fused = fused_expert(f"{name.removesuffix('.weight')}.weight")
     return name.removesuffix(".weight") if fused is None else fused[0]
 
@@ -196,7 +194,7 @@ def fused_layers(stored: TensorShapes) -> dict[str, int]:
 
 
 def shape_of(name: str, stored: TensorShapes) -> tuple[int, ...]:
-    """Return the weight shape [out, in] of a layer that can have an adapter; of one expert for a fused tensor."""
+    """Return the weight shape [out, in] of a layer that can have an adapter; for a fused tensor, of one expert."""
     module, _, kind = name.rpartition(".")
     if f"{name}.weight" in stored:
         return stored[f"{name}.weight"]
@@ -225,9 +223,7 @@ def _linear_pair(adapters: Sequence[Adapter], slices: Sequence[TensorSlice], pre
 
 
 def _experts_pair(adapter: Adapter, slices: Sequence[TensorSlice], prefix: str) -> Pair:
-    """Return A and B of a parameter of experts with these slices. The rank is padded on each rank, for aligned
-    products.
-    """
+    """Return A and B of a parameter of experts with these slices. The adapter's rank is padded for aligned products."""
     name, r, experts = prefix + adapter.name, adapter.r, _experts(slices)
     padded_r = split_length(r, 1)
     columns = slices[0].columns if slices[0].padding else None
@@ -285,9 +281,9 @@ def with_adapters(shapes: ModelShapes, modules: Mapping[str, ModuleConfig], seed
 
 
 def linear_layers(architecture: Architecture) -> Iterator[tuple[str, bool]]:
-    """Yield the name without `.weight` of each linear layer that can have an adapter, and whether it is the
-    projector's: linear layers of transformer layers and of the projector, and the fused tensors of experts. Embeddings,
-    heads, routers, and gates of shared experts cannot.
+    """Yield the name, without `.weight`, of each linear layer that can have an adapter, and whether it is in the
+    projector. These are linear layers of transformer layers and of the projector, and the fused tensors of experts, but
+    not embeddings, heads, routers, or gates of shared experts.
     """
     stored, stage = architecture.in_folder, PipelineStage.whole(len(architecture.layers))
     for parameter, slices in architecture.own_weight_map("", Share(0, 1), stage).items():
@@ -301,7 +297,7 @@ def linear_layers(architecture: Architecture) -> Iterator[tuple[str, bool]]:
 
 
 def _new(module: str, lora: LoraConfig, shapes: ModelShapes) -> Lora:
-    """Return new adapters with the settings of a module. Raises `UserError`."""
+    """Return new adapters as the settings of a module describe. Raises `UserError`."""
     architecture, setting = shapes[module].architecture, f"modules.{module}.lora"
     layers, experts = dict(linear_layers(architecture)), fused_layers(architecture.in_folder)
     chosen = [name for name, projector in layers.items() if not projector]
@@ -326,8 +322,8 @@ def _new(module: str, lora: LoraConfig, shapes: ModelShapes) -> Lora:
 
 
 def frozen_beside(adapters: Sequence[Adapter], architecture: Architecture) -> frozenset[str]:
-    """Return the tensors of folders that do not train beside the adapters of a module: all tensors outside the
-    projector, and the projector's too if one of its layers has an adapter.
+    """Return the tensors of folders that the adapters of a module freeze: all tensors outside the projector, and the
+    projector's tensors too if one of its layers has an adapter.
     """
     adapts_projector = any(architecture.is_of_projector(f"{each.name}.weight") for each in adapters)
     return frozenset(
@@ -336,8 +332,8 @@ def frozen_beside(adapters: Sequence[Adapter], architecture: Architecture) -> fr
 
 
 def _require_deciding(module: str, patterns: Mapping[str, Sequence[str]], deciding: Mapping[str, str | None]) -> None:
-    """Check that each pattern is the first match of some layer. `patterns`: the layers that each matches; `deciding`:
-    the first pattern that matches each layer. Raises `UserError`.
+    """Check that each pattern is the first match of some layer. `patterns`: the layers that each pattern matches;
+    `deciding`: the first pattern that matches each layer. Raises `UserError`.
     """
     for pattern, names in patterns.items():
         if pattern not in deciding.values():
@@ -349,7 +345,7 @@ def _require_deciding(module: str, patterns: Mapping[str, Sequence[str]], decidi
 
 
 def _require_used(module: str, lora: LoraConfig, adapters: Sequence[Adapter]) -> None:
-    """Check that these adapters use all settings. Raises `UserError`."""
+    """Check that the adapters of a module use all of its settings. Raises `UserError`."""
     setting = f"modules.{module}.lora"
     if lora.dropout and all(each.experts for each in adapters):
         because = "adapters of experts have none" if adapters else f"{lora.hf_path} has no adapters of {module}"
@@ -360,7 +356,7 @@ def _require_used(module: str, lora: LoraConfig, adapters: Sequence[Adapter]) ->
 
 
 def _require_low(module: str, adapters: Sequence[Adapter], architecture: Architecture) -> None:
-    """Check that no rank exceeds the dims of its weight. Raises `UserError`."""
+    """Check that no adapter's rank exceeds the dimensions of its weight. Raises `UserError`."""
     sizes = {each: shape_of(each.name, architecture.in_folder) for each in adapters}
     high = {each.name.rpartition(".")[2]: each for each in reversed(adapters) if each.r > min(sizes[each])}
     if high:
@@ -372,13 +368,13 @@ def _require_low(module: str, adapters: Sequence[Adapter], architecture: Archite
 
 
 def is_target(entry: str, module: str, name: str, shapes: ModelShapes) -> bool:
-    """Whether an entry of `lora.targets` matches a linear layer of a module, by a name that folders or PEFT use."""
+    """Return whether an entry of `lora.targets` matches a linear layer, by any name that folders or PEFT use."""
     full = shapes[module].architecture.namespace + name
     return any(matches(entry, each) for each in (full, nested_name(full), name))
 
 
 def _matching(setting: str, entry: str, module: str, shapes: ModelShapes, layers: Collection[str]) -> list[str]:
-    """Return which of these linear layers an entry matches. Raises `UserError` if it matches none."""
+    """Return the linear layers among `layers` that an entry matches. Raises `UserError` if it matches none."""
     matching = [name for name in layers if is_target(entry, module, name, shapes)]
     if not matching:
         raise _unmatched(setting, entry, module, shapes, layers)
@@ -406,7 +402,7 @@ def _unmatched(setting: str, entry: str, module: str, shapes: ModelShapes, layer
 
 
 def adapters_text(shapes: ModelShapes) -> Iterator[str]:
-    """Yield a line about the adapters of each module that has some: their ranks, number and size."""
+    """Yield one line for each module with adapters: their ranks, number and size."""
     for name in shapes.modules:
         architecture, lora = shapes[name].architecture, lora_of(name, shapes)
         if lora is None:

@@ -1,4 +1,4 @@
-"""Tensors that are added to those in the folders of a model, such as adapters."""
+"""Interface of tensors, such as adapters, that a module has in addition to the tensors of its folder."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from torch import Tensor
 from megatron_hetero.hf.weight_map import TensorShapes, WeightMap
 from megatron_hetero.models.layers.parts import Part, Site
 
-# Imported where modules are built, as it takes seconds.
+# Importing layers takes seconds, so they are imported only where modules are built.
 if TYPE_CHECKING:
     from megatron_hetero.models.layers.layer import Layer
 
 
 class Added(Protocol):
-    """Tensors that are added to those in a module's folder, and their parameters. A hashable value."""
+    """Protocol of hashable values that describe a module's tensors in addition to the tensors of its folder."""
 
     @property
     def freezes(self) -> frozenset[str]:
-        """Tensors of folders that do not train beside the added ones unless `model.train` names them."""
+        """Tensors of folders that the added tensors freeze, unless `model.train` names them."""
         ...
 
     @property
     def replaces(self) -> frozenset[str]:
-        """Tensors of folders whose initial values come from elsewhere."""
+        """Tensors of the model's folder whose initial values come from `folder` instead."""
         ...
 
     @property
@@ -38,38 +38,38 @@ class Added(Protocol):
         ...
 
     def tensors(self, stored: TensorShapes) -> TensorShapes:
-        """Return the tensors to add to the `stored` ones, with the names of the module's architecture."""
+        """Return the shapes of the added tensors of a module whose folder has `stored`, by name in its architecture."""
         ...
 
     def weight_map(self, weights: WeightMap, prefix: str) -> WeightMap:
-        """Return the parameters of a stage in a view including the added ones, in the order of the torch module.
-        `weights`: the others; `prefix`: prefix of all stored tensors.
+        """Return the parameters of a stage in a view, including added ones, in the order of the torch module.
+        `weights`: the parameters without added ones; `prefix`: prefix of all stored tensors.
         """
         ...
 
     def initial(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Return the initial values of a whole tensor, added or replaced. `name`: with the module's prefix."""
+        """Return the initial values of a whole added or replaced tensor. `name`: its name with the module's prefix."""
         ...
 
     def elements(self, stored: str, part: Part | Layer) -> int:
-        """Return the elements of added matrices that each token in a layer or end is multiplied by. `stored`: prefix of
-        its tensors.
+        """Return the number of elements of added matrices by which each token in the layer or end `part` is multiplied.
+        `stored`: prefix of the tensors of `part`.
         """
         ...
 
     def attach(self, module: torch.nn.Module, name: str, weights: WeightMap, site: Site) -> None:
-        """Add the parameters to the torch module of the layer or end `name`. `weights`: its parameters on this rank,
-        with their names in the whole module and in the architecture.
+        """Add the parameters to `module`, the torch module of the layer or end `name`. `weights`: its parameters on
+        this rank by name in the whole module, as slices of tensors of the architecture.
         """
         ...
 
 
 class FirstValues(Mapping[str, Tensor]):
-    """Initial values of tensors of these `shapes`, computed when a rank reads them."""
+    """Mapping from names to initial values of tensors with these `shapes`, computed when a rank reads them."""
 
     def __init__(self, added: Added, shapes: TensorShapes, seed: int):
         self._shapes = shapes
-        # Slices of the tensors of one parameter are read in turn.
+        # Slices of one parameter are read from several tensors in turn, so several tensors are cached.
         self._values = lru_cache(8)(lambda name: added.initial(name, shapes[name], generator_of(seed, name)))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -86,6 +86,6 @@ class FirstValues(Mapping[str, Tensor]):
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
-    """Return the generator of a tensor of this name, the same on every rank and in every layout."""
+    """Return a random generator for the tensor `name`, seeded equally on every rank and in every layout."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))

@@ -1,4 +1,4 @@
-"""A module as a value: a list of layers between two ends.
+"""The architecture of a module as a value: its layers, and the ends around them.
 
 The weights and operations of a module follow from its parts. Parameters have the names of the torch modules in
 `megatron_hetero.models.stages`, with layers numbered over the whole module.
@@ -30,10 +30,10 @@ class End:
 
     Attributes:
         name: attribute of the torch module.
-        part: the part itself.
+        part: the `Part` with its tensors and operations, such as an embedding.
         stored: prefix of its stored tensors.
         at: the pipeline stage that has it: the first, the last, or the stage of the layer with this number.
-        copies: another end whose tensors it shares. A stage with both has the parameter once.
+        copies: name of another end whose tensors it shares. A stage with both ends has the parameter once.
         copy: prefix of its tensors in folders that store them a second time.
         output: name of the module's output that it computes, if any.
         projector: whether it belongs to an encoder's projector, which can be frozen separately.
@@ -49,21 +49,21 @@ class End:
     projector: bool = False
 
     def is_on(self, stage: PipelineStage) -> bool:
-        """Whether `stage` has this end."""
+        """Return whether `stage` has this end."""
         return stage.is_first if self.at == "first" else stage.is_last if self.at == "last" else self.at in stage.layers
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A module: layers between two ends.
+    """The architecture of a module: its layers, and the ends around them.
 
     Attributes:
         entry: the end at the beginning of the first stage.
         layers: all layers. The names of their stored tensors begin with `stored`, a number and a dot.
-        ends: the other ends in the order of their parameters, which follow those of the layers.
+        ends: the other ends in the order of their parameters, which follow the parameters of layers.
         stored: prefix of the stored tensors of layers.
-        namespace: prefix of all tensors in a folder of the whole model, which the names here lack.
-        added: tensors in addition to those of folders.
+        namespace: prefix of all tensors in folders of whole models; names in the architecture omit it.
+        added: tensors, such as adapters, in addition to the tensors of folders.
     """
 
     entry: End
@@ -75,7 +75,7 @@ class Architecture:
 
     @property
     def views(self) -> tuple[str, ...]:
-        """Views to which parameters belong."""
+        """Views to which the parameters of the module belong."""
         parts = [*self.layers, *(end.part for end in (self.entry, *self.ends))]
         return tuple(dict.fromkeys(view for part in parts for view in part.views))
 
@@ -85,7 +85,7 @@ class Architecture:
 
     @cached_property
     def limits(self) -> tuple[Limit, ...]:
-        """Limits on layouts, each with the numbers of its layers, or none if it applies to all layers."""
+        """Limits on layouts, each with the numbers of the layers that it applies to, or none if it applies to all."""
         layers = dict[Limit, list[int]]()
         for number, layer in enumerate(self.layers):
             for limit in layer.attention.limits:
@@ -112,7 +112,7 @@ class Architecture:
 
     @cached_property
     def in_folder(self) -> TensorShapes:
-        """The tensors that folders have, in writing order."""
+        """Shapes of the tensors that folders have, in writing order."""
         ends = [end for end in (self.entry, *self.ends) if end.copies is None]
         parts: list[tuple[str, Part | Layer]] = [(end.stored, end.part) for end in ends if end.at == "first"]
         parts += [(f"{self.stored}{number}.", layer) for number, layer in enumerate(self.layers)]
@@ -132,15 +132,15 @@ class Architecture:
         return {end.stored + name: shape for end in ends for name, shape in end.part.tensors().items()}
 
     def is_of_projector(self, tensor: str) -> bool:
-        """Whether a stored tensor belongs to the projector."""
+        """Return whether a stored tensor belongs to the projector."""
         return any(end.projector and tensor.startswith(end.stored) for end in self.ends)
 
     def is_of_layer(self, tensor: str) -> bool:
-        """Whether a stored tensor belongs to a layer."""
+        """Return whether a stored tensor belongs to a layer."""
         return tensor.startswith(self.stored) and tensor.removeprefix(self.stored)[:1].isdigit()
 
     def in_projector(self, parameter: str) -> bool:
-        """Whether a parameter belongs to the projector."""
+        """Return whether a parameter belongs to the projector."""
         return any(end.projector and parameter.startswith(f"{end.name}.") for end in self.ends)
 
     def ends_of(self, stage: PipelineStage) -> Iterator[End]:
@@ -148,7 +148,7 @@ class Architecture:
         return (end for end in (self.entry, *self.ends) if end.is_on(stage))
 
     def holds_copy(self, end: End, stage: PipelineStage) -> bool:
-        """Whether `end` shares the weight of another end of the same stage."""
+        """Return whether `end` shares the weight of another end of the same stage."""
         return end.copies is not None and any(other.name == end.copies for other in self.ends_of(stage))
 
     def weight_map(self, prefix: str, share: Share, stage: PipelineStage, view: str = MAIN) -> WeightMap:
@@ -159,7 +159,7 @@ class Architecture:
         return result if self.added is None else self.added.weight_map(result, prefix)
 
     def own_weight_map(self, prefix: str, share: Share, stage: PipelineStage, view: str = MAIN) -> WeightMap:
-        """Return the `weight_map` without `added` tensors."""
+        """Return the `weight_map` of the parameters without `added` tensors."""
         ends = [end for end in self.ends_of(stage) if not self.holds_copy(end, stage)]
         parts: list[tuple[str, str, Part | Layer]] = [(end.name, end.stored, end.part) for end in ends]
         layers = [(f"{LAYERS}{i}", f"{self.stored}{i}.", self.layers[i]) for i in stage.layers]
@@ -170,7 +170,7 @@ class Architecture:
         return result
 
     def tied_parameter(self, stage: PipelineStage) -> str | None:
-        """Return the parameter of `stage` that another stage has a copy of, if any."""
+        """Return the name of the parameter of `stage` that another stage has a copy of, or None."""
         every = {end.name: end for end in (self.entry, *self.ends)}
         for copy in self.ends:
             if copy.copies is None:
@@ -190,12 +190,12 @@ class Architecture:
         projector: Passes | None = None,
         first: int = 0,
     ) -> int:
-        """Count the operations over all ranks, with gradients.
+        """Return the FLOPs over all ranks of the forward pass and of the backward computations in `passes`.
 
         Args:
             tokens: the tokens to compute.
             stage: the stage; default: the whole module.
-            passes: the gradients to compute. The input of the module never needs one; added tensors always train.
+            passes: the gradients to compute. The module's input never needs a gradient; added tensors always train.
             projector: the gradients that the projector computes, if different.
             first: number of the first layer with gradients.
         """
@@ -214,7 +214,7 @@ class Architecture:
         return total + self._added_operations(tokens, stage, passes, projector or passes)
 
     def _added_operations(self, tokens: Tokens, stage: PipelineStage, passes: Passes, projector: Passes) -> int:
-        """Count the operations of `added` tensors, all of which train."""
+        """Return the FLOPs of `added` tensors, all of which train."""
         by_layer, by_end = self._added_elements
         elements = sum(by_layer[n] for n in stage.layers if by_layer)
         total = 2 * tokens.total * elements * replace(passes, share=1).linear
@@ -226,8 +226,8 @@ class Architecture:
 
     @cached_property
     def _added_elements(self) -> tuple[Sequence[int], Mapping[str, Fraction]]:
-        """Elements of added matrices by which each token is multiplied: in each layer, and in each end that has some,
-        as a fraction of the end's own elements.
+        """Elements of added matrices by which each token is multiplied: the number for each layer; and by end with
+        added matrices, the number as a fraction of the elements of the end's matrices.
         """
         if self.added is None:
             return (), {}
@@ -241,7 +241,7 @@ class Architecture:
 
     @cached_property
     def _kinds(self) -> Counter[Layer]:
-        """Number of equal layers, by layer."""
+        """Number of occurrences of each distinct layer."""
         return Counter(self.layers)
 
     def build(self, part: int | str, site: Site, *, whole: bool = False) -> torch.nn.Module:

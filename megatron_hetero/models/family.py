@@ -18,7 +18,7 @@ from megatron_hetero.layout.axes import Split, View
 from megatron_hetero.layout.names import ROWS
 from megatron_hetero.models.items.types import ItemShape, ItemType, RowBlock
 
-# Layers import torch, which takes a second.
+# Importing layers imports torch, which takes a second.
 if TYPE_CHECKING:
     from megatron_hetero.models.added import Added
     from megatron_hetero.models.architecture import Architecture
@@ -35,16 +35,16 @@ class TransformerShape:
     hidden: int
     """Width of a token between layers."""
     added: Added | None = field(default=None, kw_only=True)
-    """Tensors of its `architecture` in addition to those of folders."""
+    """Tensors, such as adapters, that the module has in addition to the tensors of its folder."""
 
     family: ClassVar[str]
-    """`model_type` of its family."""
+    """`model_type` of the module's family."""
     views: ClassVar[tuple[View, ...]] = ()
     """Views other than the main view that its layers need."""
 
     @property
     def counts(self) -> Mapping[Split, int]:
-        """Number of units that these views split, see `ModuleShape`."""
+        """Number of units, such as experts, that each of `views` splits; see `ModuleShape`."""
         return {}
 
     @property
@@ -53,7 +53,7 @@ class TransformerShape:
         raise NotImplementedError
 
     def layer_costs(self, tokens: int) -> Sequence[float] | None:
-        """Return the cost of each layer for sequences of `tokens` tokens, by which pipeline stages are cut; None if all
+        """Return the cost of each layer for sequences of `tokens` tokens, used to balance pipeline stages; None if all
         costs are equal.
         """
         return None
@@ -65,10 +65,10 @@ class TransformerShape:
 
 
 class EncoderShape(TransformerShape, ItemShape):
-    """Base of the shape of an encoder with its projector."""
+    """Base of the shapes of encoders, including their projectors."""
 
     out_hidden: int
-    """Width of a row."""
+    """Width of the rows that enter the language model."""
 
     @property
     def patch_elements(self) -> int:
@@ -78,7 +78,7 @@ class EncoderShape(TransformerShape, ItemShape):
     @property
     def outputs(self) -> Mapping[str, int]:
         """Output names, each with the layer after which it is computed: `ROWS` first, then outputs that enter deeper
-        layers of the language model. All have the same number of rows and the same width.
+        layers of the language model. All outputs have the same number of rows and the same width.
         """
         ends = [end for end in self.architecture.ends if end.output]
         return {end.output: end.at if isinstance(end.at, int) else self.layers - 1 for end in ends}
@@ -89,16 +89,17 @@ class EncoderShape(TransformerShape, ItemShape):
 
 
 class TextShape(TransformerShape):
-    """Base of the shape of a language model."""
+    """Base of the shapes of language models."""
 
     vocab: int
-    """Rows of the embedding."""
+    """Number of rows of the embedding, one per token id."""
     tied: bool
     """Whether the head shares the weight of the embedding."""
 
     def entry_layer(self, output: str) -> int | None:
-        """Return the layer at which rows of an encoder's output enter: 0 for `ROWS`, which replace embeddings before
-        the first layer; for other outputs the layer after which they are added. None if the model does not use them.
+        """Return the number of the layer at which the rows of an encoder's output enter: 0 for `ROWS`, which replace
+        embeddings before the first layer; for other outputs, the layer after which the rows are added; None for an
+        unused output.
         """
         return 0 if output == ROWS else None
 
@@ -111,17 +112,17 @@ class Family:
     language_models: Collection[str] = ()
     """`model_type`s of folders with a language model alone."""
     title: str
-    """Name in messages."""
+    """Name of the family in messages."""
     built: Mapping[str, Only] = {}
     """Keys of `config.json`, each with its supported values."""
     copied: Sequence[str] = ()
-    """Patterns (`fnmatch`) of tensors in folders that the language model here does not have. An export copies them
-    unchanged, and reports it.
+    """Patterns (`fnmatch`) of tensors in folders that the language model in this package does not have. An export
+    copies these tensors unchanged, and reports the copies.
     """
     tokens: Mapping[str, str]
     """Tokens that stand for items, by the key of their id in `config.json`."""
     encoders: Mapping[str, Sequence[ItemType]]
-    """Its encoders in order, each with its item types, one per modality. The section `plan` describes the first one."""
+    """Encoders of the family in order, each with its item types, one per modality."""
     encoders_of: Collection[str] = ()
     """`model_type`s of other families whose encoders work with its language models."""
 
@@ -147,8 +148,8 @@ class Family:
         """Check that the language model of `folder` is supported. Raises `UserError`."""
 
     def rope_settings(self, head_dim: int) -> dict[str, Any]:
-        """Return the rotary settings of a language model alone that is joined with an encoder. Text has equal positions
-        in all sections, so its results do not change.
+        """Return the rotary settings of a language model alone that is joined with an encoder. Text tokens have equal
+        positions in all sections, so results for text do not change.
         """
         return {}
 
@@ -168,17 +169,17 @@ class Family:
         raise NotImplementedError
 
     def positions(self, tokens: int, starts: np.ndarray, blocks: Sequence[RowBlock], /) -> np.ndarray:
-        """Return the rotary positions of a sample, int64 [dims, tokens]. `starts`: position of the first row of each of
+        """Return the rotary positions of a sample, int64 [dims, tokens]. `starts`: index of the first row of each of
         the `blocks` of its items.
         """
         raise NotImplementedError
 
     def canonical_name(self, stored: str, /) -> str:
-        """Return the name used here for a tensor in a folder of the family."""
+        """Return the canonical name, which this package uses, of a tensor in a folder of the family."""
         return stored
 
     def published_name(self, name: str, /) -> str:
-        """Return the name of a tensor in published folders and in those that `transformers` writes: the inverse of
+        """Return the name of a tensor in published folders and in folders that `transformers` writes: the inverse of
         `canonical_name`.
         """
         return name

@@ -29,7 +29,7 @@ class ModelFolders:
         vision: folder of the encoder; the same folder for a whole model.
         config: the joint configuration.
         fresh_projector: whether the projector is initialised instead of loaded.
-        text_alone: whether the folder of the language model has no encoder, and its chat template no images.
+        text_alone: whether the language model's folder has no encoder, and a chat template without images.
         unused: tensors of the encoder folder's projector that the model does not have.
     """
 
@@ -47,7 +47,7 @@ class ModelFolders:
 
     @property
     def notice(self) -> str:
-        """A notice about unused tensors; empty if there are none."""
+        """Notice about unused tensors; empty if there are none."""
         if not self.unused:
             return ""
         return f"the fresh projector is {self.family.title}'s: {listed(self.unused)} of {self.vision} are not used"
@@ -62,7 +62,7 @@ class ModelFolders:
             fresh_projector: whether to initialise the projector even if the folder's projector fits.
 
         Raises:
-            UserError: a folder is missing, broken, or of another family.
+            UserError: a folder is missing, broken, or of an unsupported family.
         """
         if hf_path_vision is None:
             config = read_config(hf_path, "model.hf_path")
@@ -103,8 +103,8 @@ def _encoder(family: Family, config: Any) -> EncoderShape:
 
 
 def read_config(folder: Path, setting: str, of_encoder: Family | None = None) -> Any:
-    """Read the configuration in the `folder` of a setting, of a whole model of any family. `of_encoder`: the family of
-    an encoder from another folder, with which the folder may also have a language model alone. Raises `UserError`.
+    """Read the configuration of a whole model of any family from the `folder` of a setting. `of_encoder`: family of an
+    encoder from another folder; if given, `folder` may also contain a language model alone. Raises `UserError`.
     """
     path, model_types = folder / "config.json", tuple(FAMILIES)
     if of_encoder is not None:
@@ -139,7 +139,7 @@ def read_config(folder: Path, setting: str, of_encoder: Family | None = None) ->
 
 @contextmanager
 def sound(path: Path) -> Iterator[None]:
-    """Raise errors about values in the configuration `path` as `UserError`, including those of transformers."""
+    """Convert exceptions about values in the configuration `path`, including transformers' own, to `UserError`."""
     try:
         yield
     except UserError:

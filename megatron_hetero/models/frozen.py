@@ -1,8 +1,8 @@
-"""Which tensors of a model train. Pure.
+"""Selection of the tensors of a model that train.
 
 `model.freeze` and `model.train` list subsets of the tensors (`vision`, `projector`, `text` …) and `fnmatch` patterns
-over the names in the folder, such as ``model.layers.*.mlp.*`` or ``visual.blocks.[0-9].*``. What `freeze` lists does
-not train; if `train` is not empty, what it does not list does not train either.
+over the names in the folder, such as ``model.layers.*.mlp.*`` or ``visual.blocks.[0-9].*``. Tensors that `freeze` lists
+are frozen; if `train` is not empty, all tensors that it does not list are frozen too.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from megatron_hetero.models.weights import (
 
 @dataclass(frozen=True, eq=False)
 class Frozen:
-    """What does not train.
+    """The tensors and subsets of a model that do not train.
 
     Attributes:
         tensors: stored tensors that do not train.
         subsets: subsets of the model (see `ModelShapes.subsets_of`) in which nothing trains.
-        shares: by subset, the share from 0 to 1 that trains of the matrices that tokens are multiplied by, without
-            `Added` ones.
+        shares: by subset, the fraction of elements that train in the matrices by which tokens are multiplied, without
+            `Added` tensors.
     """
 
     tensors: frozenset[str]
@@ -51,7 +51,7 @@ class Frozen:
 
     @classmethod
     def of(cls, shapes: ModelShapes, freeze: Sequence[str] = (), train: Sequence[str] = ()) -> Frozen:
-        """Resolve the two settings.
+        """Resolve the settings `model.freeze` and `model.train`.
 
         Raises:
             UserError: a pattern matches no tensor, some tensors of one parameter train and others do not, or nothing
@@ -69,7 +69,7 @@ class Frozen:
             _require_whole_parameters(shapes, tensors, frozen_tensors(shapes, freeze))
         if patterns or added:
             entry = shapes.text.architecture.entry
-            # An embedding that is not the head is looked up, not multiplied.
+            # No token is multiplied by an untied embedding: its rows are looked up.
             excluded = set() if shapes.text.tied else {entry.stored + name for name in entry.part.tensors()}
             excluded |= added.keys()
             shares = {subset: _share({*names} - excluded, tensors, stored) for subset, names in by_subset.items()}
@@ -78,7 +78,7 @@ class Frozen:
         return cls(tensors, frozen, shares)
 
     def trains(self, subset: str) -> bool:
-        """Whether anything of a subset trains."""
+        """Return whether any tensor of a subset trains."""
         return subset not in self.subsets
 
     def passes(self, subset: str, *, inputs: bool) -> Passes:
@@ -97,8 +97,8 @@ class Frozen:
         return min((int(name.split(".")[0]) for name in in_layers), default=len(architecture.layers))
 
     def operations(self, module: str, shapes: ModelShapes, tokens: Tokens, stage: PipelineStage | None = None) -> int:
-        """Count the operations of a module, or of a stage of it, in a step. The backward pass of frozen layers counts
-        where other gradients need it.
+        """Return the FLOPs of a module, or of one of its stages, for `tokens`. The backward pass of frozen layers
+        counts where other gradients need it.
         """
         if module == TEXT:
             before = any(self.trains(subset) for name in shapes.encoders for subset in shapes.subsets_of(name))
@@ -142,8 +142,8 @@ def _listed(setting: str, entries: Iterable[str], shapes: ModelShapes) -> frozen
 
 
 def _matching(setting: str, pattern: str, shapes: ModelShapes) -> set[str]:
-    """Return the tensors that a pattern matches by the names of folders with modules side by side or nested. Raises
-    `UserError` if the two match different tensors, or neither matches any.
+    """Return the tensors whose names match a pattern, in folders with modules side by side or nested. Raises
+    `UserError` if the two namings match different tensors, or neither matches any.
     """
     canonical, in_folder = family_of(shapes.text.family).canonical_name, folder_shapes(shapes)
     added = added_shapes(shapes)
@@ -209,6 +209,6 @@ def _require_whole_parameters(shapes: ModelShapes, frozen: frozenset[str], by_fr
 
 
 def _share(names: Iterable[str], frozen: Collection[str], stored: Mapping[str, Sequence[int]]) -> float:
-    """Return the share of elements that trains, of the matrices among these tensors."""
+    """Return the fraction of elements that train in the matrices among the tensors `names`."""
     sizes = {name: prod(stored[name]) for name in names if len(stored[name]) > 1}
     return sum(size for name, size in sizes.items() if name not in frozen) / max(1, sum(sizes.values()))

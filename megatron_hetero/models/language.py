@@ -5,8 +5,8 @@ tokens. The method is Megatron-LM's (Shoeybi et al. 2019, arXiv 1909.08053): eac
 vocabulary, and the group exchanges three numbers per token. This implementation has an explicit group, computes and
 differentiates in fp32, and excludes padding of the vocabulary. The logits of a whole batch would be the largest tensor
 of a step (152k ids, 16k tokens: 10 GB in fp32), so gradients are computed with the loss, chunk by chunk, as in Liger
-Kernel (Hsu et al. 2024, arXiv 2410.10989). For few tokens the gradients of their logits are saved instead. The gradient
-of the head's weight is then a single product, which is added to those of earlier micro-batches.
+Kernel (Hsu et al. 2024, arXiv 2410.10989). For few tokens, the gradients of the logits are saved instead; the backward
+pass then computes the gradient of the head's weight as a single product and accumulates it over micro-batches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron_hetero.models.layers.parts import AttentionPart, MLPPart
 from megatron_hetero.models.layers.rotary import MultimodalRotary
 
 MAX_LOGITS = 1 << 28
-"""Maximum number of logits in a chunk: 512 MiB in bf16. Without a compiler, which copies them in fp32, a quarter."""
+"""Maximum number of logits in a chunk: 512 MiB in bf16. A quarter without a compiler, which needs fp32 copies."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class LanguageModelShape(TextShape):
     qkv_bias: ClassVar[bool]
     """Whether queries, keys and values have a bias."""
     head_norms: ClassVar[bool]
-    """Whether queries and keys are normed head by head."""
+    """Whether queries and keys are normalised head by head."""
 
     heads: int
     kv_heads: int
@@ -60,8 +60,8 @@ class LanguageModelShape(TextShape):
 
     @classmethod
     def of(cls, config: Any, head_dim: int, sections: Sequence[int], **further: Any) -> Self:
-        """Return the shape for a whole model's configuration. `sections`: default of `mrope_section`; `further`: fields
-        of subclasses.
+        """Return the shape that a whole model's configuration describes. `sections`: default of `mrope_section`;
+        `further`: fields of subclasses.
         """
         text, rope = config.text_config, config.text_config.rope_parameters
         return cls(
@@ -81,8 +81,8 @@ class LanguageModelShape(TextShape):
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """The position that each rotary frequency follows: 0 time, 1 height, 2 width. With frequencies for less than a
-        head, the last elements of each head are not rotated.
+        """Axis of each rotary frequency: 0 for time, 1 for height, 2 for width. If the frequencies cover only a
+        fraction of a head, its last elements are not rotated.
         """
         raise NotImplementedError
 
@@ -97,7 +97,7 @@ class LanguageModelShape(TextShape):
         return _architecture(self)
 
     def norm(self, number: int) -> Norm:
-        """Return the norm before each part of layer `number`, or the final norm if it is the number of layers."""
+        """Return the norm before each part of layer `number`, or the final norm if `number` is the number of layers."""
         return Norm(self.hidden, self.norm_eps)
 
     def attention(self, number: int) -> AttentionPart:
@@ -141,12 +141,12 @@ def _architecture(t: LanguageModelShape) -> Architecture:
 
 
 class VocabularyShard(NamedTuple):
-    """A tensor-parallel rank's shard of the vocabulary. Further columns of its logits are padding."""
+    """Shard of the vocabulary on a tensor-parallel rank. Columns of logits after the first `valid` are padding."""
 
     first: int
-    """First id."""
+    """First id of the shard."""
     valid: int
-    """Number of ids."""
+    """Number of ids in the shard."""
     group: dist.ProcessGroup
     """The ranks over which the vocabulary is split."""
 
@@ -187,7 +187,7 @@ class _HeadLoss(torch.autograd.Function):
         few = len(hidden) <= hidden.shape[1]
         if ctx.needs_input_grad[1] and few:
             grad_logits = hidden.new_empty(len(hidden), len(weight))
-        # In fp32 while products of several chunks are added.
+        # Products of several chunks are accumulated in fp32.
         dtype = torch.float32 if len(hidden) > chunk and weight.element_size() < 4 else weight.dtype
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for start in range(0, len(hidden), chunk):
@@ -213,7 +213,7 @@ class _HeadLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad_hidden, grad_weight, grad_logits, hidden = ctx.saved_tensors
-        # In place, so that autograd rejects a second backward pass.
+        # Modify the saved tensor in place, so that autograd rejects a second backward pass.
         grad_hidden = None if grad_hidden is None else grad_hidden.copy_(_scaled(grad_hidden, grad))
         if grad_weight is not None:
             grad_weight = scaled_gradient(ctx.parameter, grad_weight, grad)
@@ -244,18 +244,18 @@ def _cross_entropy_(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> 
     losses, total = sums[0].log() - sums[1], sums[0]
     if in_kernels:
         return losses, compiled(_gradients_)(logits, highest, total, torch.where(mine, local, -1))
-    # Subtracted before the division rounds to fewer bits, since the probability of a likely target is close to 1.
+    # Subtract before the division, which rounds to fewer bits: the probability of a likely target is close to 1.
     exponentials.scatter_add_(1, local[:, None], -torch.where(mine, total, 0.0)[:, None])
     return losses, torch.div(exponentials, total[:, None], out=logits)
 
 
-# This and the next function are compiled to kernels that read bf16 logits and write nothing in fp32.
+# `_sum_of_exponentials` and `_gradients_` are compiled to kernels that make no fp32 copy of bf16 logits.
 def _sum_of_exponentials(logits: Tensor, highest: Tensor) -> Tensor:
     return (logits.float() - highest[:, None]).exp().sum(dim=-1)
 
 
 def _gradients_(logits: Tensor, highest: Tensor, total: Tensor, columns: Tensor) -> Tensor:
-    """Write the gradients into `logits`. `columns`: the column of each target, -1 for targets on other ranks."""
+    """Overwrite `logits` with their gradients. `columns`: column of each target, -1 for targets on other ranks."""
     exponentials = (logits.float() - highest[:, None]).exp()
     is_target = torch.arange(logits.shape[1], device=logits.device) == columns[:, None]
     return logits.copy_((exponentials - torch.where(is_target, total[:, None], 0.0)) / total[:, None])

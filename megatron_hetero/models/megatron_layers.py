@@ -1,4 +1,4 @@
-"""Layers of this package for a user's own recipe: called by the recipe, or used in a layer spec of Megatron-Core.
+"""Layers of this package for custom recipes, which call them or use them in a layer spec of Megatron-Core.
 
 In shapes, n is the number of tokens of this rank. Megatron-Core is imported only when a layer is built, since the
 import takes seconds.
@@ -27,7 +27,7 @@ class GatedDeltaNet(nn.Module):
     `ModuleSpec(GatedDeltaNet)`, or is called by a recipe.
 
     `tp` has to divide the value heads; key heads are copied if it does not divide them. `sp` and `cp` exchange heads
-    for tokens, and members may have different numbers of heads. As in Megatron's layers, gradients are partial sums,
+    for tokens, and ranks may have different numbers of heads. As in Megatron's layers, gradients are partial sums,
     which `build_optimizers` and `finish_gradients` reduce. Weights have the names of `transformers` in checkpoints of
     this package, which resume in any layout.
 
@@ -93,17 +93,17 @@ class GatedDeltaNet(nn.Module):
             self.reset_parameters()
 
     def _mark(self) -> None:
-        """Set on each parameter which slices of stored tensors it has on each tp rank."""
+        """Record on each parameter its slices of stored tensors on every tp rank."""
         for name, parameter in self.net.named_parameters():
             slices: Any = tuple(weights[name] for weights in self._maps)
             parameter.stored_as = f"net.{name}", slices
-            if any(each != slices[0] for each in slices):  # The attributes of Megatron's layers.
+            if any(each != slices[0] for each in slices):  # Set the attributes of Megatron's layers.
                 parameter.tensor_model_parallel = True
                 parameter.partition_dim, parameter.partition_stride = int(slices[0][0].columns is not None), 1
 
     def reset_parameters(self) -> None:
-        """Draw weights like `transformers`: normal with `config.init_method_std`; `A_log` the logarithm of a uniform
-        value from 0.01 to 16; ones for `dt_bias` and the norm.
+        """Initialise the weights like `transformers`: matrices are normal with `config.init_method_std`, `A_log` is the
+        logarithm of a uniform value from 0.01 to 16, and `dt_bias` and the norm are ones.
         """
         self.load({name: self._drawn(name, shape) for name, shape in self.part.tensors().items()})
 
@@ -117,11 +117,11 @@ class GatedDeltaNet(nn.Module):
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
-        """Copy this rank's slices of whole tensors, which have the names of `transformers`.
+        """Copy this rank's slices of whole tensors, named as in `transformers`, into the parameters.
 
         Args:
             tensors: `in_proj_qkv.weight`, `in_proj_z.weight`, `in_proj_b.weight`, `in_proj_a.weight`, `conv1d.weight`,
-                `A_log`, `dt_bias`, `norm.weight` and `out_proj.weight`, on any device. Others are ignored.
+                `A_log`, `dt_bias`, `norm.weight` and `out_proj.weight`, on any device. Other tensors are ignored.
             prefix: prefix of these names, such as `model.language_model.layers.0.linear_attn.`.
 
         Raises:
@@ -167,7 +167,7 @@ class GatedDeltaNet(nn.Module):
             Hidden states in the shape of the input, and None for a bias.
 
         Raises:
-            UserError: the number of tokens is not this rank's.
+            UserError: the number of tokens differs from this rank's share.
         """
         if inference_context is not None:
             fix = "export the weights, and generate with an engine"
@@ -184,7 +184,7 @@ class GatedDeltaNet(nn.Module):
 
     def _run(self, hidden: Tensor, lengths: tuple[int, ...]) -> Tensor:
         sp, context, tp = self.groups.sp, self.groups.context, self.groups.tp
-        # Tensors of inference mode cannot be saved for a backward pass.
+        # Cached parameters depend on the mode: inference tensors cannot be saved for a backward pass.
         mode = torch.is_inference_mode_enabled()
         params: Any = _params(lengths, sp.size(), context.size(), context.rank(), hidden.device, mode)
         tokens = local = params.sp_lengths[sp.rank()]
@@ -243,7 +243,7 @@ def _lengths_of(params: Any) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def _params(lengths: tuple[int, ...], sp: int, cp: int, member: int, device: torch.device, inference: bool) -> Any:  # noqa: ARG001 (of the cache)
-    """Return the parameters of a pack, cached for all layers. `inference`: whether inference mode is enabled."""
+    """Return the cached attention parameters of a pack. `inference`: whether inference mode is enabled."""
     from megatron_hetero.models.layers.attention import AttentionParams
     from megatron_hetero.models.layers.segments import PackedSegments
 
@@ -253,7 +253,7 @@ def _params(lengths: tuple[int, ...], sp: int, cp: int, member: int, device: tor
 
 
 def _require(part: Any, groups: Any) -> None:
-    """Check that the sizes match each other and the layout. Raises `UserError`."""
+    """Check the groups, and that the layer's sizes match each other and the layout. Raises `UserError`."""
     if not hasattr(groups, "context"):
         found, expected = type(groups).__name__, "the result of `Topology.collection`"
         because, fix = "tokens are exchanged over the groups of `sp` and `cp`", 'pass topology.collection("text")'
@@ -271,5 +271,5 @@ def _require(part: Any, groups: Any) -> None:
 
 
 def _device() -> torch.device:
-    """Return the device that Megatron-Core builds on."""
+    """Return the device on which Megatron-Core builds layers."""
     return torch.empty(0, device=torch.cuda.current_device()).device

@@ -1,4 +1,4 @@
-"""Supported model families: our own and those of installed packages. To add one, see docs/extending.md."""
+"""Supported model families: built-in ones, and families of installed packages (see docs/extending.md)."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def family_of(model_type: str) -> Family:
 
 
 def titles() -> str:
-    """Return the names of the families for messages."""
+    """Return the titles of all families as one text for messages."""
     return " or ".join(family.title for family in FAMILIES.values())

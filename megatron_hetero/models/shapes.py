@@ -32,7 +32,7 @@ class ModelShapes:
     @classmethod
     def of(cls, folders: ModelFolders, further: Mapping[str, Path] | None = None) -> ModelShapes:
         """Return the shapes of the model in `folders` and of `further` encoders from folders of any family. Raises
-        `UserError` if an encoder's rows have another width than the text module, or an output does not enter it.
+        `UserError` if the width of an encoder's rows differs from the text module's, or it does not use an output.
         """
         encoders, own = dict[str, EncoderShape](), folders.family
         for name in own.encoders.keys() & (further or {}).keys():
@@ -72,16 +72,16 @@ class ModelShapes:
 
     @property
     def own(self) -> tuple[str, ...]:
-        """The model's own encoders, those of its family, in order."""
+        """Names of the model's own encoders, which its family defines, in order."""
         return tuple(family_of(self.text.family).encoders)
 
     @property
     def further(self) -> tuple[str, ...]:
-        """The other encoders, from folders of their own."""
+        """Names of the further encoders, which come from separate folders."""
         return tuple(name for name in self.encoders if name not in self.own)
 
     def role(self, module: str) -> Role:
-        """Return what a module does in the graph."""
+        """Return the role of a module in the graph: encoder or text."""
         return TEXT if module == TEXT else "encoder"
 
     def subsets_of(self, module: str) -> tuple[str, ...]:
@@ -101,12 +101,12 @@ class ModelShapes:
         return self.text if module == TEXT else self.encoders[module]
 
     def with_added(self, added: Mapping[str, Added]) -> ModelShapes:
-        """Return the shapes with exactly these added tensors, by module."""
+        """Return the shapes with the `added` tensors of each module in place of earlier ones."""
         encoders = {name: replace(shape, added=added.get(name)) for name, shape in self.encoders.items()}
         return ModelShapes(encoders, replace(self.text, added=added.get(TEXT)))
 
     def module_shapes(self) -> dict[str, ModuleShape]:
-        """Return what layouts are validated against, by module."""
+        """Return the `ModuleShape` of each module, against which layouts are validated."""
         shapes = dict[str, ModuleShape]()
         for name in self.modules:
             shape = self[name]
@@ -135,7 +135,7 @@ class AssumedSample:
 
     @property
     def text(self) -> int:
-        """Number of tokens without rows."""
+        """Number of text tokens, without rows."""
         return self.tokens - sum(self.rows.values())
 
     def positions(self, encoder: str) -> np.ndarray:
@@ -145,8 +145,8 @@ class AssumedSample:
         return np.arange(first, first + self.rows[encoder])
 
     def fitting(self, tokens: int, patches: int | None, shapes: ModelShapes) -> int:
-        """Return how many such samples fit into a micro-batch of `tokens` tokens and `patches` patches per encoder
-        (None: unlimited); at least 1.
+        """Return the number of such samples that fit into a micro-batch of `tokens` tokens and `patches` patches per
+        encoder (None: unlimited); at least 1.
         """
         limits = [tokens // self.tokens]
         if patches is not None:
@@ -155,7 +155,7 @@ class AssumedSample:
 
 
 def item_types(shapes: ModelShapes, encoder: str) -> Sequence[ItemType]:
-    """Return the item types of an encoder: all for the model's own encoders, the first for further ones."""
+    """Return the item types of an encoder: all of its types, but only the first type for a further encoder."""
     encoders = family_of(shapes.encoders[encoder].family).encoders
     return encoders[encoder] if encoder in shapes.own else next(iter(encoders.values()))[:1]
 

@@ -35,8 +35,8 @@ class EncoderInput:
     Attributes:
         patches: [patches of this rank, elements of a patch], padding included; None on pipeline stages after the first.
         positions: int64 [dims, n], coordinates of the shard's n real patches (row and column first).
-        attention: windows of the shard, sequences of the replica.
-        padding: number of this rank's patches, the last ones, that are padding.
+        attention: attention parameters for the windows of the shard and the sequences of the replica.
+        padding: number of padding patches at the end of this rank's patches.
     """
 
     patches: Tensor | None
@@ -53,12 +53,12 @@ class TextInput:
     Attributes:
         tokens: int64 [S].
         positions: int64 [dims, n], of the n real tokens.
-        supervised: int64 [t], indices of those of the n tokens that have a target.
+        supervised: int64 [t], indices of the real tokens that have a target.
         targets: int64 [t], the tokens that they must predict.
-        rows_at: by output of the encoders, int64 [rows], the places of this rank's rows in its shard of hidden states.
-        attention: samples of the pack.
+        rows_at: by encoder output, int64 [rows], indices of this rank's rows in its shard of hidden states.
+        attention: attention parameters for the samples of the pack.
         hits: bool [t] or None, filled by the last stage: whether the most likely token is the target.
-        balanced: samples of the pack, if the loss balances experts.
+        balanced: samples of the pack for the balance loss of experts; None without that loss.
         samples: int64 [n] on the host, the number of each real token's sample in the stream.
     """
 
@@ -74,12 +74,12 @@ class TextInput:
 
 
 Between = Callable[[Tensor], Tensor]
-"""Maps the hidden states after a layer to the input of the next layer."""
+"""Function that maps the hidden states after a layer to the input of the next layer."""
 
 
 class ModuleStage(torch.nn.Module):
-    """Torch module of a pipeline `stage`, by default of the whole module. Ends are attributes with their names, unless
-    they share the weight of another end of the stage. `offload`: offloads the activations of layers.
+    """Torch module of a pipeline `stage`, by default of the whole module. Each end is an attribute with its name,
+    unless it shares the weight of another end of the stage. `offload`: offloading of layer activations, if any.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class EncoderModel(ModuleStage):
         return hidden
 
     def run_layers(self, batch: EncoderInput, hidden: Tensor, others: dict[str, Tensor]) -> Tensor:
-        """Run the layers of this stage, and put the rows of outputs after inner layers into `others`."""
+        """Run the layers of this stage, and add the rows of outputs after inner layers to `others`, by output name."""
         table = self.shape.rotary.table(batch.positions)
         after = {end.at: partial(self._merge, batch, end, others) for end in self.outputs if isinstance(end.at, int)}
         return self._run(hidden, table, batch.attention, after)
@@ -234,7 +234,7 @@ class TextModel(ModuleStage):
         super().__init__(shape.architecture, site, stage, offload)
         self.shape = shape
         if shape.tied and (self.stage.is_first or self.stage.is_last):
-            # Its placeholder gradients must be zeros, see `gradient_of_weight`.
+            # Placeholder gradients of the shared weight must be zeros, see `gradient_of_weight`.
             self._head_weight.zero_out_wgrad = True
 
     def forward(
@@ -269,7 +269,7 @@ class TextModel(ModuleStage):
         return {LOSS: loss + added, METRICS: {"balance_loss": added}}
 
     def take_loads(self) -> dict[int, Tensor]:
-        """Return `ExpertMLPModule.take_loads` of each sparse layer of this stage, by its number in the whole module."""
+        """Return the loads (`ExpertMLPModule.take_loads`) of each sparse layer of this stage, by layer number."""
         layers: list[Any] = list(self.layers)
         return {each.number: each.mlp.take_loads() for each in layers if hasattr(each.mlp, "take_loads")}
 
@@ -287,7 +287,7 @@ class TextModel(ModuleStage):
         return rows, 1, width
 
     def units(self) -> tuple[Gathered, ...]:
-        """Return the embedding, if this is the first stage, and then the layers; see `ModuleStage.units`."""
+        """Return the submodules that are gathered separately: on the first stage the embedding, then the layers."""
         if not self.stage.is_first:
             return super().units()
         return (Gathered(self.embedding, read_again=self._shares_weight, in_backward=False), *super().units())
@@ -314,7 +314,7 @@ class TextModel(ModuleStage):
         self, batch: TextInput, hidden: Tensor, added: Mapping[str, Tensor], balance: Balance | None = None
     ) -> Tensor:
         """Run the layers of this stage, and the final norm on the last stage. `added`: rows [rows of this rank, hidden]
-        to add after layers of this stage, by output. `balance`: collects the statistics of sparse layers.
+        to add after layers of this stage, by output. `balance`: collector of the statistics of sparse layers.
         """
         after = {self._entry(name): partial(_add, batch.rows_at[name], rows) for name, rows in added.items()}
         return self._run(hidden, self.shape.rotary.table(batch.positions), batch.attention, after, balance)

@@ -40,20 +40,20 @@ from megatron_hetero.models.shapes import ModelShapes
 
 
 def prefix_of(module: str, shapes: ModelShapes) -> str:
-    """Return the prefix of a module's tensors: the namespace of its architecture. For a further encoder its name comes
-    first, since all encoders have the same namespace in their folders.
+    """Return the prefix of a module's tensors: the namespace of its architecture. The name of a further encoder
+    precedes its namespace, since all encoders have the same namespace in their folders.
     """
     namespace = shapes[module].architecture.namespace
     return namespace if module in (*shapes.own, TEXT) else f"{module}.{namespace}"
 
 
 def module_of(name: str, shapes: ModelShapes) -> str:
-    """Return the module of a stored tensor."""
+    """Return the name of the module that has a stored tensor."""
     return next((encoder for encoder in shapes.encoders if name.startswith(prefix_of(encoder, shapes))), TEXT)
 
 
 def tensors_by_subset(shapes: ModelShapes) -> dict[str, list[str]]:
-    """Return the stored tensors of each subset that `model.freeze` can name, see `ModelShapes.subsets_of`."""
+    """Return the names of stored tensors in each subset that `model.freeze` accepts (`ModelShapes.subsets_of`)."""
     by_subset = dict[str, list[str]]()
     for encoder in shapes.encoders:
         subset, projector = shapes.subsets_of(encoder)
@@ -65,18 +65,18 @@ def tensors_by_subset(shapes: ModelShapes) -> dict[str, list[str]]:
 
 
 def stored_shapes(shapes: ModelShapes) -> TensorShapes:
-    """Return every tensor of the model in writing order: further encoders, then the model's own folder."""
+    """Return the shapes of all tensors in writing order: further encoders, then the model's own folder."""
     return _tensors_of_all(shapes.further, shapes) | folder_shapes(shapes)
 
 
 def added_shapes(shapes: ModelShapes) -> TensorShapes:
-    """Return the tensors that no folder of the model has."""
+    """Return the shapes of tensors that no folder of the model has, such as adapters."""
     in_folders = {name for module in shapes.modules for name in tensors_of(module, shapes, in_folder=True)}
     return _without(in_folders, _tensors_of_all(shapes.modules, shapes))
 
 
 def folder_shapes(shapes: ModelShapes) -> TensorShapes:
-    """Return the tensors of the model's own folder: its own encoders and the text module."""
+    """Return the shapes of tensors in the model's own folder: of its own encoders and the text module."""
     return _tensors_of_all((*shapes.own, TEXT), shapes)
 
 
@@ -85,7 +85,7 @@ def _tensors_of_all(modules: Iterable[str], shapes: ModelShapes) -> TensorShapes
 
 
 def tensors_of(module: str, shapes: ModelShapes, *, in_folder: bool = False) -> TensorShapes:
-    """Return the tensors of one module; with `in_folder` only those in its folder."""
+    """Return the shapes of one module's tensors; with `in_folder`, only of tensors in its folder."""
     prefix, architecture = prefix_of(module, shapes), shapes[module].architecture
     tensors = architecture.in_folder if in_folder else architecture.tensors
     return {prefix + name: size for name, size in tensors.items()}
@@ -97,7 +97,7 @@ def fused_of(module: str, shapes: ModelShapes) -> dict[str, Fused]:
 
 
 def projector_shapes(encoder: str, shapes: ModelShapes) -> TensorShapes:
-    """Return the tensors of an encoder's projector."""
+    """Return the shapes of the tensors of an encoder's projector."""
     prefix = prefix_of(encoder, shapes)
     return {prefix + name: size for name, size in shapes[encoder].architecture.projector.items()}
 
@@ -119,13 +119,13 @@ STD = 0.02
 
 
 def own_projectors(shapes: ModelShapes) -> TensorShapes:
-    """Return the tensors of the projectors of the model's own encoders."""
+    """Return the shapes of the projector tensors of the model's own encoders."""
     return {name: size for encoder in shapes.own for name, size in projector_shapes(encoder, shapes).items()}
 
 
 def fresh_projector(shapes: ModelShapes, seed: int) -> dict[str, Tensor]:
-    """Return new projectors by stored name, fp32: normal weights, zero biases, norms of ones. Whole tensors are drawn
-    with a dedicated generator, so they are equal on every rank and in every layout.
+    """Return the tensors of new projectors by stored name, in fp32: normal weights, zero biases, norms of ones. Whole
+    tensors are drawn with a dedicated generator, so values are equal on every rank and in every layout.
     """
     generator = torch.Generator().manual_seed(seed)
     tensors = dict[str, Tensor]()
@@ -176,7 +176,7 @@ def open_modules(folders: ModelFolders, shapes: ModelShapes, seed: int) -> dict[
         text.require(of_text, copies.union(*(_beginning(text, prefix_of(name, shapes)) for name in shapes.own)))
         unused = frozenset(prefix_of(name, shapes) + tensor for name in shapes.own for tensor in folders.unused)
         encoders = {name: _open_encoder(name, folders.vision, shapes, new | unused) for name in shapes.own}
-    # Allocated only after the checks above have confirmed the sizes by the stored tensors.
+    # Allocate new tensors only after the checks above have confirmed their sizes.
     fresh = fresh_projector(shapes, seed) if new else {}
     opened = {name: replace(weights, fresh=fresh) for name, weights in encoders.items()} | {TEXT: text}
     return _with_added(opened, shapes, seed)
@@ -203,7 +203,7 @@ def _without(names: Collection[str], tensors: TensorShapes) -> TensorShapes:
 
 
 def _canonical_name(encoder: str, shapes: ModelShapes, stored: str) -> str:
-    """Return the name used here for a tensor in the folder of an encoder."""
+    """Return the canonical name of the tensor `stored` in the folder of an encoder."""
     shape = shapes.encoders[encoder]
     name, namespace = family_of(shape.family).canonical_name(stored), shape.architecture.namespace
     return prefix_of(encoder, shapes) + name.removeprefix(namespace) if name.startswith(namespace) else name
@@ -214,8 +214,8 @@ def _beginning(weights: StoredWeights, prefix: str) -> frozenset[str]:
 
 
 def companions_of(folders: Mapping[str, Path], changes: Changes = NO_CHANGES) -> dict[str, Companions]:
-    """Read the files to write beside the weights of `text` (including the tokenizer) and of each further encoder, from
-    the `folders` of their weights, with `changes` (see `read_companions`). Raises `UserError`.
+    """Read the files to write next to the weights of `text` (including the tokenizer) and of each further encoder.
+    `folders`: source folder by module; `changes`: changes to the files, see `read_companions`. Raises `UserError`.
     """
     return {name: read_companions(folder, changes.get(name, {})) for name, folder in folders.items()}
 
@@ -236,10 +236,10 @@ def model_writer(
 ) -> Iterator[Callable[[str, Tensor], None]]:
     """Write a `transformers` folder.
 
-    Yields a function that receives each of the model's `stored_shapes` by name, with its tensor on the CPU; tensors
-    that no folder has are skipped. Further encoders go to `encoders/NAME` in the folder, for `modules.NAME.hf_path`. If
-    tensors come in the order of `stored_shapes`, at most one shard of `limit` bytes is in memory; with fused tensors
-    a second one and the fused tensors of one layer.
+    Yields a function that receives the name and values (on the CPU) of each tensor in `stored_shapes`; it skips tensors
+    that no folder has. Further encoders are written to `encoders/NAME` in the folder, for `modules.NAME.hf_path`. If
+    tensors arrive in the order of `stored_shapes`, at most one shard of `limit` bytes is in memory; with fused tensors,
+    also a second shard and the fused tensors of one layer.
 
     Args:
         target: the folder, which appears once it is complete.
@@ -248,7 +248,7 @@ def model_writer(
         companions: see `companions_of`.
         limit: maximum bytes of a weight file.
         transposed: whether fused tensors are written transposed, see `StoredWeights.transposed`.
-        source: weights with tensors that are copied unchanged.
+        source: stored weights whose further tensors (see `Family.copied`) are copied unchanged.
 
     Raises:
         UserError: the folder cannot be written.

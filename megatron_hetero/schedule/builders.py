@@ -1,31 +1,30 @@
-"""Builds schedules. docs/schedules.md describes each kind; a schedule combines one or several of these cases:
+"""Builds schedules. docs/schedules.md describes each kind. A schedule combines one or several of these cases:
 
   1. *Colocated, text pp:1*: `waves` of one micro-batch.
   2. *Colocated, text pp > 1*: every rank encodes, in `waves` or with `recompute`.
   3. *Disjoint*, `ahead`: the first text stage's order of forwards and backwards sets the pace. When it receives the
      rows of micro-batch m, the encoder starts the forward of m + 1 + run_ahead; when it has run a backward, the encoder
-     runs that of the same micro-batch.
-  4. *Mixed*: as 2, also on ranks that hold only one of the modules; encoders on ranks apart from all of these run as
-     in 3.
+     runs the backward of the same micro-batch.
+  4. *Mixed*: as case 2, also on ranks that hold only one of the modules; encoders that share no rank with any of these
+     modules run as in case 3.
   5. Virtual stages: the text module's 1F1B is interleaved. The pipeline drains between waves.
-  6. Further edges: their rows leave after the forward of their stage, and their gradients after the backward of the
-     stage that they entered.
+  6. Further edges: rows leave after the forward of the edge's source stage, and their gradients leave after the
+     backward of its target stage.
 
-When all ranks turn to the encoder, a stage waits for the stages behind it. So each stage turns to the encoder after the
-progress that it would have made without an encoder by the time the first stage turns: stage s just before the forward
-of the micro-batch that is s // 3 earlier, if a backward takes twice as long as a forward. For pp:4, waves of four and
-micro-batch 4, the first of its wave (E: the encoder's turn; numbers are the micro-batches run backward and forward):
+When all ranks switch to the encoder, a stage waits for the stages behind it. So each stage switches after the progress
+that it would have made without an encoder by the time the first stage switches: stage s just before the forward of the
+micro-batch that is s // 3 earlier, if a backward takes twice as long as a forward. For pp:4 and waves of four, around
+micro-batch 4, the first of its wave (E: the encoder's turn; F and B: forward and backward of a micro-batch):
 
     stage 0   F0 F1 F2 F3 B0 E F4 B1          E: backward of 0, forward of 4 to 7
     stage 1   F0 F1 F2 B0 F3 B1 E F4 B2
     stage 2   F0 F1 B0 F2 B1 F3 B2 E F4 B3
     stage 3   F0 B0 F1 B1 F2 B2 E F3 B3
 
-Why no order deadlocks. In a turn of the encoder (return, encode) all ranks walk through one list, each skipping actions
-of other ranks, and nothing in the list depends on what comes later. The turns are in one order on all ranks, and what a
-stage runs before a turn depends only on what others run before it. Encoders that run ahead walk through the list of the
-first text stage, one step behind in what they receive and ahead in what they send. `check_schedule` proves it each
-time.
+These orders do not deadlock. In a turn of the encoder (return, encode) all ranks follow one list, each rank skips the
+actions of other ranks, and no action depends on a later action. All ranks take the turns in one order, and the work of
+a stage before a turn depends only on work of other stages before that turn. Encoders that run ahead follow the list of
+the first text stage; they receive one step later than it and send earlier. `check_schedule` verifies each schedule.
 
 For pp:3 and five micro-batches, the text module alone runs as follows (1F1B; time goes to the right):
 
@@ -66,15 +65,15 @@ def build_schedule(
     """Build the schedule of a step.
 
     Args:
-        layouts: layouts of all modules, by name.
-        micro_batches: number of micro-batches in the step.
-        settings: see `ScheduleSettings`.
+        layouts: the layouts of all modules, by name.
+        micro_batches: the number of micro-batches in the step.
+        settings: the settings of how modules take turns; None for the defaults.
         text: the module that all other modules, the encoders, feed; by default the module that all `edges` enter, or
-            `text` without edges.
+            the module named `text` if there are no edges.
         forward_only: modules without a backward pass: frozen encoders, or all modules in an evaluation.
         edges: edges of the graph of modules; a pair (from, to) is the edge from the last stage to the first. With
-            `text`, encoders without an edge feed its first stage. Graphs in which several modules are fed, or some
-            modules feed none, run as `graph_builder` describes; they have no settings.
+            `text`, encoders without an edge feed its first stage. Other graphs, with several target modules, are
+            scheduled by `graph_builder` and have no settings.
 
     Raises:
         UserError: the settings or edges do not fit the layouts.
@@ -116,7 +115,7 @@ def _modules(
 
 
 def _edges(modules: Sequence[Module], edges: Collection[Edge]) -> tuple[Edge, ...]:
-    """Return `edges` encoder by encoder; one from the last stage to the first text stage where an encoder has none."""
+    """Return `edges` grouped by encoder. An encoder without edges gets one from its last to the first text stage."""
     layouts = {module.name: module.layout for module in modules}
     named = [as_edge(edge, layouts) for edge in edges]
     *encoders, text = modules
@@ -129,9 +128,9 @@ def _edges(modules: Sequence[Module], edges: Collection[Edge]) -> tuple[Edge, ..
 def last_entered(virtual_stages: int) -> int:
     """Return the last pipeline coordinate of the text module that rows of an encoder that runs ahead may enter.
 
-    The encoder follows the pace of the first stage. Stage s runs backwards s micro-batches earlier: from s = 3 on its
-    gradients are ready, and block its queue, before the encoder has sent the rows that it waits for. Interleaved stages
-    of all ranks but the first wait for each other before they receive rows.
+    The encoder follows the pace of the first stage. Stage s runs backwards s micro-batches earlier: from s = 3 on, its
+    gradients block its queue before the encoder has sent the rows for which the stage waits. With interleaving, the
+    stages of all ranks except the first wait for each other before they receive rows.
     """
     return 2 if virtual_stages == 1 else 0
 
@@ -174,9 +173,9 @@ def _require_forward_only_exists(layouts: Mapping[str, Layout], forward_only: Co
 
 
 def pipeline_order(module: Module, coordinate: int, micro_batches: Sequence[int]) -> list[Action]:
-    """Order the work of a pipeline coordinate: 1F1B, interleaved if the module has virtual stages."""
+    """Return the 1F1B order of work at a pipeline coordinate, interleaved if the module has virtual stages."""
     order = _interleaved("F", module, coordinate, micro_batches)
-    if module.backward:  # Run `warm_up` forwards, then backwards and forwards alternating, then the other backwards.
+    if module.backward:  # Run `warm_up` forwards, then alternate forwards and backwards, then the remaining backwards.
         pp, left = module.layout.pp, module.layout.pp - 1 - coordinate
         warm_up = left if module.virtual == 1 else 2 * left + (module.virtual - 1) * pp
         backwards = _interleaved("B", module, coordinate, micro_batches)
@@ -187,10 +186,10 @@ def pipeline_order(module: Module, coordinate: int, micro_batches: Sequence[int]
 
 
 def _interleaved(kind: WorkKind, module: Module, coordinate: int, micro_batches: Sequence[int]) -> list[Action]:
-    """Run pp micro-batches through each of the rank's stages in turn, then the next pp of them.
+    """Return the runs of a rank: pp micro-batches through each of its stages in turn, then the next pp micro-batches.
 
-    The micro-batches are padded to a multiple of pp; the padding has number -1 and is dropped later. Dropping a
-    micro-batch everywhere adds no cycle to an order.
+    The micro-batches are padded to a multiple of pp; padding has the number -1 and is removed by the caller. Removing a
+    micro-batch on all ranks adds no cycle to an order.
     """
     pp = module.layout.pp
     padded = [*micro_batches, *[-1] * (-len(micro_batches) % pp)]
@@ -205,41 +204,41 @@ def _interleaved(kind: WorkKind, module: Module, coordinate: int, micro_batches:
 
 @dataclass(frozen=True, eq=False)
 class _Context:
-    """Values that the orders of all roles share. `schedule` has no actions yet."""
+    """The values from which the order of each role is built. `schedule` has no actions yet."""
 
     schedule: Schedule
     run_ahead: int
 
     @cached_property
     def ahead(self) -> tuple[Module, ...]:
-        """Encoders on ranks of their own."""
+        """The encoders that run ahead on separate ranks."""
         return tuple(e for e in self.schedule.encoders if e.style == "ahead")
 
     @cached_property
     def sharing(self) -> tuple[Module, ...]:
-        """Encoders that take turns with the text module."""
+        """The encoders that take turns with the text module."""
         return tuple(e for e in self.schedule.encoders if e.style != "ahead")
 
     @cached_property
     def turns(self) -> list[tuple[Sequence[int], Sequence[int]]]:
-        """Turns of the encoders that share ranks with the text module, after the first encoding: the micro-batches
-        whose gradients return, and the micro-batches that are encoded.
+        """For each turn of the encoders after the first encoding, the micro-batches whose gradients return, and the
+        micro-batches that are encoded.
         """
         return list(zip(self.schedule.returned, [*self.schedule.waves[1:], range(0)], strict=True))
 
     @cached_property
     def pace(self) -> list[Action]:
-        """The work of the first text stage, in order."""
+        """The forwards and backwards of the first text stage, in the order in which it runs them."""
         return [work for works in self.text_work_by_turn(0) for work in works if work.stage == 0]
 
     @cached_property
     def starts_back_early(self) -> bool:
-        """Whether gradients return to encoders that take turns with the text module before their turn."""
+        """Whether gradients start to return, before the turn, to encoders that take turns with the text module."""
         names = [encoder.name for encoder in self.sharing]
         return any(self.schedule.returns_early(e) for e in self.schedule.edges if e.source in names)
 
     def text_work_by_turn(self, stage: int | None) -> list[list[Action]]:
-        """Return the work of ranks whose first text stage is `stage` before each turn of the encoders."""
+        """Return, for each turn of the encoders, the text work before it on ranks whose first text stage is `stage`."""
         schedule = self.schedule
         if stage is None:
             return [[] for _ in self.turns]
@@ -251,33 +250,33 @@ class _Context:
         return [works[first:last] for first, last in pairwise([0, *cuts, len(works)])]
 
     def crossed(self, role: Role, encoder: Module) -> list[tuple[Edge, int]]:
-        """Return the edges of an encoder that the role takes part in, each with the stage that its rows leave."""
+        """Return the edges of an encoder whose rows leave or enter the role, each with the stage that sends rows."""
         schedule = self.schedule
         edges = [e for e in schedule.edges if e.source == encoder.name and any(schedule.crosses(role, e))]
         return [(edge, schedule.stages_of(edge)[0]) for edge in edges]
 
     def leaving(self, encoder: Module, stage: int) -> tuple[Edge, ...]:
-        """Return the edges that leave a stage of an encoder."""
+        """Return the edges whose rows leave a stage of an encoder."""
         return self.schedule.leaving.get((encoder.name, stage), ())
 
     def arriving(self, role: Role) -> list[Edge]:
-        """Return the edges from encoders that run ahead to any text stage of the role."""
+        """Return the edges along which encoders that run ahead send rows to text stages of the role."""
         names = [encoder.name for encoder in self.ahead]
         return [e for e in self.schedule.edges if e.source in names and self.schedule.crosses(role, e)[1]]
 
 
 def _first_stage(role: Role, module: Module) -> int | None:
-    """Return the first stage of `module` that the role holds, if any."""
+    """Return the first stage of `module` on the role's ranks; None if they have no stage of it."""
     return next((stage for name, stage in role.held_stages if name == module.name), None)
 
 
 def _order(context: _Context, role: Role) -> Iterator[Action]:
-    """Order the work and crossings of a role, without the transfers between stages."""
+    """Yield the work and crossings of a role in order, without the transfers between stages."""
     if any(_first_stage(role, encoder) is not None for encoder in context.ahead):
         yield from _ahead_order(context, role)
         return
     arriving = context.arriving(role)
-    if context.run_ahead:  # Rows of the first micro-batch may arrive at any time.
+    if context.run_ahead:  # Post the receive of the first micro-batch's rows before any work.
         yield from (start("F", edge, 0) for edge in arriving)
     yield from _encode(context, role, context.schedule.waves[0])
     for works, (returned, encoded) in zip(
@@ -294,8 +293,8 @@ def _order(context: _Context, role: Role) -> Iterator[Action]:
 
 
 def _encode(context: _Context, role: Role, wave: Sequence[int]) -> Iterator[Action]:
-    """Run the forward and crossing of a wave. In step k stage i runs micro-batch k - i. The rows of a micro-batch leave
-    in the step in which their stage has run it, and have one step to arrive.
+    """Yield the forward and crossing of a wave. In step k stage i runs micro-batch k - i. The rows of a micro-batch
+    leave their stage in the step that computes the rows, and arrive in the next step.
     """
     for step in range(len(wave) + max((e.stages for e in context.sharing), default=0)):
         for encoder in context.sharing:
@@ -308,20 +307,20 @@ def _encode(context: _Context, role: Role, wave: Sequence[int]) -> Iterator[Acti
 
 
 def _return(context: _Context, role: Role, wave: Sequence[int]) -> Iterator[Action]:
-    """Run the backward crossing and the backward of a wave. In step k the gradients of micro-batch k leave for the last
-    stage, those of k - 1 arrive, and a stage with n stages after it runs the backward of micro-batch k - 1 - n;
-    gradients that only this stage needs leave n steps later. With `recompute` the forward runs again, stage after
-    stage, so that the last stage has run it when the gradients arrive.
+    """Yield the backward crossing and the backward of a wave. In step k the gradients of micro-batch k are sent to the
+    last stage, the gradients of k - 1 arrive, and a stage with n stages after it runs the backward of k - 1 - n;
+    gradients of an edge from this stage are sent n steps later. With `recompute` the forward runs again, stage after
+    stage, and has ended on the last stage when the gradients arrive.
     """
     encoders = [encoder for encoder in context.sharing if encoder.backward]
     if context.starts_back_early and _first_stage(role, context.schedule.text) != 0:
-        # In the order of the text module's ranks.
+        # Start in the order in which the ranks of the first text stage start these crossings.
         for m, encoder in product(wave, encoders):
             yield from (start("B", edge, m) for edge, _ in context.crossed(role, encoder))
     for step in range(len(wave) + 2 * max((e.stages for e in encoders), default=0)):
         for encoder in encoders:
             stage, last = _first_stage(role, encoder), encoder.stages - 1
-            # Steps by which the backward of the last stage is later than its gradients.
+            # With recomputation, all backwards are later by `delay` steps, in which the stages run forward again.
             delay, crossed = last if encoder.recomputes else 0, context.crossed(role, encoder)
             if not context.starts_back_early:
                 for edge, source_stage in crossed:
@@ -335,12 +334,12 @@ def _return(context: _Context, role: Role, wave: Sequence[int]) -> Iterator[Acti
 
 
 def _at(wave: Sequence[int], index: int) -> Sequence[int]:
-    """Return the micro-batch of that index in the wave, if any."""
+    """Return the micro-batch at `index` in the wave as a sequence, empty if there is none."""
     return wave[index : index + 1] if index >= 0 else ()
 
 
 def _text(context: _Context, role: Role, works: Sequence[Action]) -> Iterator[Action]:
-    """Run the role's text stages, with the crossings of their edges."""
+    """Yield the work of the role's text stages, with the crossings of their edges."""
     first = _first_stage(role, context.schedule.text)
     for work in works:
         if work.stage == first and work.kind == "F":
@@ -351,9 +350,9 @@ def _text(context: _Context, role: Role, works: Sequence[Action]) -> Iterator[Ac
 
 
 def _send_gradients(context: _Context, role: Role, work: Action) -> Iterator[Action]:
-    """Send the gradients of rows back after the backward of the role's first stage. Gradients of its later virtual
-    stages are known before, but would wait for an encoder that waits for the first stage. They finish so late that
-    encoders that run ahead block nothing.
+    """Yield the crossings that send gradients of rows back after the backward of the role's first text stage. Gradients
+    of its later virtual stages are ready earlier, but if sent then would wait for an encoder that itself waits for the
+    first stage.
     """
     if work.stage != _first_stage(role, context.schedule.text):
         return
@@ -364,8 +363,8 @@ def _send_gradients(context: _Context, role: Role, work: Action) -> Iterator[Act
 
 
 def _ahead_order(context: _Context, role: Role) -> Iterator[Action]:
-    """Run encoders at the pace of the first text stage. An encoder's stage is ahead of it by the run-ahead, plus one
-    for the stage itself and one for each stage after it.
+    """Yield the actions of encoders that run at the pace of the first text stage. Each stage of an encoder leads the
+    text stage by the run-ahead, plus one micro-batch for itself and for each stage after it.
     """
     held = [(e, stage) for e in context.ahead if (stage := _first_stage(role, e)) is not None]
     lead = {encoder.name: context.run_ahead + encoder.stages - stage for encoder, stage in held}
@@ -385,16 +384,16 @@ def _ahead_order(context: _Context, role: Role) -> Iterator[Action]:
 
 
 def _lag(context: _Context, encoder: Module, stage: int) -> int:
-    """Return how many micro-batches a stage encodes ahead of the one that the text module is ready for."""
+    """Return the number of micro-batches by which a stage's forward is ahead of the rows that the text module takes."""
     return max(1, context.run_ahead) + encoder.stages - 1 - stage
 
 
 def _forward_ahead(context: _Context, encoder: Module, stage: int, m: int) -> Iterator[Action]:
-    """Run the forward of a micro-batch once the text module is ready for the rows of the micro-batch `_lag` before it.
+    """Yield the forward of micro-batch `m`, once the text module is ready for the rows of micro-batch `m - _lag`.
 
-    Rows leave when the text module is ready for the rows before them, also after the last forward. More rows in flight
-    would queue behind each other on one communicator; and if all streams of a GPU share a queue
-    (CUDA_DEVICE_MAX_CONNECTIONS=1), queued sends keep the encoder from computing, possibly forever.
+    Rows are sent when the text module is ready for the previous micro-batch's rows, also after the last forward. More
+    rows in flight would queue on one communicator; and if all streams of a GPU share a hardware queue
+    (CUDA_DEVICE_MAX_CONNECTIONS=1), queued sends would block the encoder's computation, possibly forever.
     """
     edges, lag = context.leaving(encoder, stage), _lag(context, encoder, stage)
     holds_back, sent = lag > 1, m - lag
@@ -412,7 +411,7 @@ def _forward_ahead(context: _Context, encoder: Module, stage: int, m: int) -> It
 
 
 def _backward_ahead(context: _Context, encoder: Module, stage: int, m: int) -> Iterator[Action]:
-    """Run the backward of a micro-batch; then the gradients of the next one may arrive."""
+    """Yield the backward of micro-batch `m`, then the start of receiving the next micro-batch's gradients."""
     edges = context.leaving(encoder, stage)
     yield from (finish("B", edge, m) for edge in edges)
     yield run("B", encoder.name, stage, m)
@@ -421,8 +420,8 @@ def _backward_ahead(context: _Context, encoder: Module, stage: int, m: int) -> I
 
 
 def _receive_rows(context: _Context, arriving: Sequence[Edge], m: int) -> Iterator[Action]:
-    """Receive the rows of encoders that run ahead. A posted receive lets the encoder proceed, so without run-ahead it
-    must not be posted before the rows are needed; with it, the next rows may arrive during the forward.
+    """Yield the receives of rows from encoders that run ahead. A posted receive lets the encoder proceed. So without
+    run-ahead it is posted only when the rows are needed; with run-ahead, the next rows arrive during the forward.
     """
     if not context.run_ahead:
         yield from (start("F", edge, m) for edge in arriving)
@@ -432,7 +431,7 @@ def _receive_rows(context: _Context, arriving: Sequence[Edge], m: int) -> Iterat
 
 
 def _send_gradients_ahead(context: _Context, role: Role, m: int) -> Iterator[Action]:
-    """Send the gradients of micro-batch `m`, if there is one, to encoders that run ahead."""
+    """Yield the start of sending gradients of micro-batch `m` to encoders that run ahead, and ends of earlier sends."""
     edges, sent = [edge for edge in context.arriving(role) if context.schedule.returns(edge)], m - 1 - context.run_ahead
     if 0 <= m < context.schedule.micro_batches:
         yield from (start("B", edge, m) for edge in edges)

@@ -2,13 +2,13 @@
 
 Each check relies on the checks before it:
 
-  1. the roles, and the actions of each: none is missing (such as the receive for another role's send), duplicated, or
-     of a module, stage or micro-batch that the role does not have;
-  2. their order on the role: nothing is used before it has been waited for, or sent before it is computed;
+  1. actions: no action of a role is missing (such as the receive for another role's send), duplicated, or of a module,
+     stage or micro-batch that the role does not have;
+  2. order on a role: nothing is used before it has been waited for, or sent before it is computed;
   3. deadlock: no cycle of ranks that wait for each other, by the rules of NCCL (`deadlock`), such as receives in
      another order than their sends, or crossings of an edge in different orders. The message shows the cycle;
-  4. residency: operations that have begun on a GPU and wait for other ranks leave SMs for the rest (`peak_resident`):
-     a CTA of NCCL has up to 640 threads, and is counted as an SM;
+  4. residency: operations that have begun on a GPU and wait for other ranks leave SMs for other kernels
+     (`peak_resident`): a CTA of NCCL has up to 640 threads, and is counted as an SM;
   5. memory: no rank holds activations of more micro-batches than its module's style allows.
 """
 
@@ -27,19 +27,19 @@ from megatron_hetero.schedule.program import Role, Schedule, find_roles, use_of
 from megatron_hetero.schedule.transfers import input_of, output_of
 
 Point = tuple[int, int]
-"""A role and the index of one of its actions."""
+"""The index of a role, and the index of one of its actions."""
 AROUND = 4
-"""Number of actions shown before and after an error."""
+"""Number of actions that an error message shows before and after the wrong action."""
 SHOWN_ROLES = 6
-"""Limit on the roles of which actions are shown."""
+"""Maximum number of roles whose actions an error message shows."""
 
 
 class ScheduleError(UserError):
-    """A schedule that cannot run."""
+    """An error that describes why a schedule cannot run, and where."""
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Raise `ScheduleError` for the first problem, if any."""
+    """Check that a schedule can run. Raises `ScheduleError` for the first problem."""
     _check_roles(schedule)
     _check_actions(schedule)
     _check_order(schedule)
@@ -57,7 +57,7 @@ def _error(
     fix: str = "fix the order of actions, or build the schedule with `build_schedule`",
     details: Sequence[str] = (),
 ) -> ScheduleError:
-    """Build an error at `points`, the main one first. `details`: further lines of the message."""
+    """Return an error that shows the actions at `points`, the main point first. `details`: further lines of text."""
     role, at = points[0]
     actions = schedule.roles[role].actions
     what = f"`{actions[at]}`" if at < len(actions) else "the end"
@@ -67,7 +67,7 @@ def _error(
 
 
 def _excerpt(schedule: Schedule, points: Sequence[Point]) -> list[str]:
-    """Return the actions around `points`, which are marked, role by role."""
+    """Return lines that show the actions around `points`, role by role, and mark the actions at `points`."""
     marked: dict[int, set[int]] = {}
     for role, at in points:
         marked.setdefault(role, set()).add(at)
@@ -92,7 +92,7 @@ def _check_roles(schedule: Schedule) -> None:
 
 
 def expected_actions(schedule: Schedule, role: Role) -> list[Action]:
-    """Return the actions that the role executes, each once, in no particular order."""
+    """Return all actions that the role must execute, each once, in no particular order."""
     actions: list[Action] = []
     for name, stage in role.held_stages:
         module = schedule.module[name]
@@ -193,13 +193,13 @@ def _check_deadlock(schedule: Schedule) -> None:
 # -------------------------------------------------------------------------------------------- 4. residency
 
 MAX_CTAS = 80
-"""Limit on the CTAs of operations that wait. The remaining SMs fit a collective of the layers and some matrix products:
-an H100 has 132 SMs, and NCCL gives a collective up to 32 CTAs there; an A100 has 108, and up to 24 CTAs.
+"""Maximum number of CTAs of waiting operations. The remaining SMs fit a collective of the layers and some matrix
+products: an H100 has 132 SMs, and NCCL collectives use up to 32 CTAs on it; an A100 has 108 SMs, and up to 24 CTAs.
 """
 
 
 class Resident(NamedTuple):
-    """CTAs on the GPU of a rank before the action at index `at` ends, and their communicators."""
+    """The number of CTAs on a rank's GPU during the action at index `at`, and the communicators that use the CTAs."""
 
     ctas: int
     at: int
@@ -207,12 +207,12 @@ class Resident(NamedTuple):
 
 
 def peak_resident(schedule: Schedule, role: Role) -> Resident:
-    """Return the peak number of CTAs on a rank of the role. An operation is assumed to last until it is waited for, a
-    send to the end of the step.
+    """Return the peak number of NCCL CTAs on a rank of the role. An operation is assumed to last until it is waited
+    for, a send until the end of the step.
     """
     held = {name: schedule.module[name] for name, _ in role.held_stages}
     sums = [use for m in held.values() if m.backward for use in gradient_uses(m.name, m.layout)]
-    # By communicator, the index of its last operation and the CTAs of one.
+    # By communicator: the index of its latest operation, and the CTAs of one operation.
     pending = {str(use): (-1, max_ctas(use) or 0) for use in sums}
     peak = Resident(sum(ctas for _, ctas in pending.values()), 0, tuple(pending))
     issued = issues(schedule, role)
@@ -220,7 +220,7 @@ def peak_resident(schedule: Schedule, role: Role) -> Resident:
         if issue.waits is not None:
             stream = issued[issue.waits].stream
             if stream in pending and pending[stream][0] <= issue.waits:
-                del pending[stream]  # A communicator is a queue: what came before has ended too.
+                del pending[stream]  # A communicator is a queue: all its earlier operations have ended too.
         elif issue.stream is not None:
             pending[issue.stream] = index, max_ctas(use_of(schedule, role.actions[issue.at])) or 0
             if (now := sum(ctas for _, ctas in pending.values())) > peak.ctas:
@@ -247,8 +247,8 @@ def _check_residency(schedule: Schedule) -> None:
 
 
 def live_activations(schedule: Schedule, role: Role, module: str) -> list[int]:
-    """Count, after each action of the role, the micro-batches (with virtual stages: the stages) whose activations of
-    the module are live.
+    """Return, after each action of the role, the number of micro-batches (with virtual stages: of stages) whose
+    activations of the module are live.
     """
     saves = schedule.module[module].forward_kinds[-1] if schedule.module[module].backward else None
     counts: list[int] = []

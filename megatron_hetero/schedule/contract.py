@@ -1,9 +1,9 @@
-"""The interface of a `Runner`: micro-batches, and models, which may be any `torch.nn.Module` or callable. What models
-are called with and return is in docs/library.md, "Models".
+"""The interface of a `Runner`: micro-batches, and models, which may be any `torch.nn.Module` or callable. The arguments
+and results of models are described in docs/library.md, "Models".
 
-Inputs are leaves of the model's own graph, which ends with its output. Models may communicate inside their module, in
-one order on all ranks of a stage. If a schedule recomputes, an encoder is called twice per micro-batch and draws the
-same random numbers both times.
+A model's autograd graph begins at its inputs, as leaves, and ends at its output. Models may communicate inside their
+module, in one order on all ranks of a stage. If a schedule recomputes, an encoder is called twice per micro-batch and
+draws the same random numbers both times.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from megatron_hetero.groups.platform import Platform
 from megatron_hetero.schedule.program import Schedule
 
 LOSS = "loss"
-"""Name of the output with the sum of losses. Other names are in `megatron_hetero.layout.names`."""
+"""Name of the output that is the sum of losses. Other names are in `megatron_hetero.layout.names`."""
 METRICS = "metrics"
-"""Name under which a last stage may return other sums by name, scalars without gradients."""
+"""Name of the output with which a last stage may return other sums: a mapping of scalars without gradients."""
 
 StageOutput = Tensor | Mapping[str, Any]
-"""The only output of a stage, or its outputs by name."""
+"""The single output of a stage, or its outputs by name."""
 
 
 StageModel = Callable[..., Any]
-"""The model of a stage. After the first stage it has a method `hidden_shape(batch)`, which returns the shape of the
-hidden states that it receives. On the first stage of a module that `embeds` it has `embed(batch)`, which computes what
-needs no rows, a tensor of any shape.
+"""The model of a stage. Models after the first stage have a method `hidden_shape(batch)`, which returns the shape of
+the hidden states that the stage receives. The first stage of a module that `embeds` has a method `embed(batch)`, which
+computes a tensor of any shape that does not depend on rows.
 """
 
 
@@ -40,8 +40,8 @@ needs no rows, a tensor of any shape.
 class Gathered:
     """A submodule of a stage whose weights are gathered separately, where data-parallel ranks share them.
 
-    `read_again`: whether they are read after the submodule has run. `in_backward`: whether its backward pass reads
-    them.
+    `read_again`: whether the weights are read after the submodule has run. `in_backward`: whether its backward pass
+    reads the weights.
     """
 
     module: Any
@@ -54,8 +54,8 @@ class ModuleOnRank:
     """The stages of a module on one rank.
 
     `stages`: models by stage number. `embeds`: whether the first stage of the text module has `embed`, which runs while
-    rows are on their way. `trains_before_last`: whether stages before the last one, or rows that enter them, need
-    gradients; if not, hidden states need none (a frozen encoder whose projector trains).
+    rows are in transit. `trains_before_last`: whether stages before the last one, or the rows that they receive, need
+    gradients; if not, no gradients of hidden states are computed (a frozen encoder whose projector trains).
     """
 
     stages: Mapping[int, StageModel]
@@ -65,19 +65,19 @@ class ModuleOnRank:
 
 @dataclass(frozen=True, eq=False)
 class InChunks:
-    """The input of an encoder that has no incoming rows, in `chunks`, one for each call of each of its stages: as many
-    on all ranks of the encoder. Hidden states and rows are those of all calls, one after the other along the first
-    dimension; losses and metrics are added up. `hidden_shape` is called with one chunk.
+    """The input of an encoder without incoming rows, in `chunks`: each stage makes one call per chunk. All ranks of the
+    encoder have the same number of chunks. Hidden states and rows of all calls are concatenated along the first
+    dimension; losses and metrics are summed. `hidden_shape` is called with one chunk.
 
-    To bound memory, forward passes save no activations; the backward pass runs each call once more, right before the
-    call's own backward pass.
+    To bound memory, forward passes save no activations; the backward pass runs the forward pass of each call again,
+    right before the backward pass of that call.
     """
 
     chunks: Sequence[Any]
 
 
 def chunks_of(given: Any) -> Sequence[Any]:
-    """Return the inputs of the calls that a module's input takes: several if it is `InChunks`."""
+    """Return the inputs of all calls: the chunks if `given` is `InChunks`, else the one input."""
     return given.chunks if isinstance(given, InChunks) else [given]
 
 
@@ -88,14 +88,14 @@ class MicroBatchInputs:
         MicroBatchInputs({"vision": pictures, "text": tokens}, {("vision", "text"): Rows(held, needed)})
 
     Attributes:
-        inputs: by module of this rank, what all its models are called with, or `InChunks`. For a module that takes only
-            rows it may be anything, such as `()`. A module without an input, on all of its ranks, is not run.
-        rows: by edge, or by the two modules that it joins, without edges of which this rank holds and needs no rows.
-            `Runner(...)` takes `Rows`: which rows the rank holds and needs, or the counts that they follow from, as in
-            `Boundary.plan`. `Runner.run` takes plans: the rank's `LoadedPlan` of each edge.
-        calls: by module, the micro-batches that one call of it computes, where these are several. The input of the
-            first is that of all, the others have none. Only encoders in waves have such calls, within
-            `Schedule.in_one_call`.
+        inputs: by module of this rank, the input with which all its models are called, or `InChunks`. For a module that
+            takes only rows it may be anything, such as `()`. A module is not run if none of its ranks has an input.
+        rows: by edge, or by the pair of modules that the edge joins. Edges on which this rank neither holds nor needs
+            rows are left out. `Runner(...)` takes `Rows`: the rows that the rank holds and needs, or their counts, as
+            in `Boundary.plan`. `Runner.run` takes the rank's `LoadedPlan` of each edge.
+        calls: by module, the micro-batches that one call computes, if there are several. The first micro-batch has the
+            input of the whole call, the others have none. Only encoders in waves have such calls, within the ranges
+            that `Schedule.in_one_call` returns.
     """
 
     inputs: Mapping[str, Any]
@@ -107,9 +107,9 @@ class MicroBatchInputs:
 class StepResult:
     """Sums over the micro-batches of a step on this rank: scalars on the device.
 
-    `loss`: the losses of all modules, fp32; 0 without any. `losses`: by module whose last stage is on this rank and has
-    a loss. `metrics`: by module and name, with every module of the topology on every rank; a module whose last stage is
-    elsewhere, or returns no metrics, has none: `result.metrics["text"].get("correct", 0)`.
+    `loss`: the sum of the losses of all modules, fp32; 0 without losses. `losses`: the loss of each module whose last
+    stage is on this rank and has a loss. `metrics`: the metrics by module and name. Every module has an entry on every
+    rank, empty without metrics or if its last stage is on other ranks: `result.metrics["text"].get("correct", 0)`.
     """
 
     loss: Tensor
@@ -118,10 +118,9 @@ class StepResult:
 
 
 def require_fits(micro_batch: int, batch: MicroBatchInputs, schedule: Schedule) -> None:
-    """Check that a micro-batch names modules and edges of the schedule, as others would be ignored silently; that
-    inputs in chunks are of modules without incoming rows; and that the calls which begin with it are within
-    `Schedule.in_one_call`: other rows would be sent before they are computed, or their gradients be waited for. Raises
-    `UserError`.
+    """Check that a micro-batch names only modules and edges of the schedule, because others would be ignored silently;
+    that inputs in chunks are for modules without incoming rows; and that calls which begin with the micro-batch are
+    within `Schedule.in_one_call`, because otherwise rows would be sent before they are computed. Raises `UserError`.
     """
     modules, edges = schedule.module, schedule.edges
     for name, found, known in (("inputs", batch.inputs, modules), ("rows", batch.rows, edges)):
@@ -152,8 +151,8 @@ def require_fits(micro_batch: int, batch: MicroBatchInputs, schedule: Schedule) 
 
 
 def random_states(platform: Platform) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """Return two functions: one copies the states of the random generators that models use, PyTorch's and, once it is
-    imported, Megatron-Core's; the other restores a copy. Neither waits for the device.
+    """Return two functions: one copies the states of PyTorch's random generators and, if Megatron-Core has been
+    imported, of its generators; the other restores such a copy. Neither function waits for the device.
     """
     if "megatron.core.tensor_parallel.random" not in sys.modules:
         return platform.random_states, platform.set_random_states

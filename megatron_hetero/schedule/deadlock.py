@@ -1,8 +1,8 @@
-"""Whether a schedule ends on NCCL, and if not, the cycle of ranks that wait for each other.
+"""Checks whether a schedule ends on NCCL, and finds the cycle of ranks that wait for each other if it does not.
 
 NCCL gives a communicator one stream on each of its ranks, first in, first out, for its collectives and, if created
 eagerly, also for its unbatched point-to-point. The host of a rank issues its actions, and waits only for work (for the
-sizes of exchanges between experts): what it issues later begins after that work in any case, on any stream.
+sizes of exchanges between experts). Everything that the host issues later begins after that work, on any stream.
 
   * *Work* (a `run`) is on the compute stream. All ranks of a stage, of all replicas, compute it together, because it
     may communicate: experts exchange tokens over replicas, in step with the computation.
@@ -12,25 +12,25 @@ sizes of exchanges between experts): what it issues later begins after that work
     action            sending side, or collective                       receiving side
     run               work                                              the same
     send              operation                                         -
-    irecv             -                                                 operation; of a B whose F has not run: after it
+    irecv             -                                                 operation; for B, not before its F has run
     wait              -                                                 stream wait
     start, disjoint   B: reduce, wait for it; then the batch of sends   the batch of receives
     finish, disjoint  wait for it                                       wait for it; gather, wait for that
     start, shared     operation of all participants                     the same
     finish, shared    wait for it; one more operation, wait for that    the same
 
-The sides of a "disjoint" boundary share no rank, those of a "shared" one do. Which exchanges of a crossing a batch
-needs, between which ranks, depends on its plan; here a crossing has all of them, between all ranks of its sides. A
-start of B may occur during the backward of the text module, as soon as the gradients of rows are known, so that this
-work is issued in two pieces. Tokens are embedded before rows are waited for.
+The sides of a "disjoint" boundary share no rank; the sides of a "shared" boundary do. The plan of a batch determines
+which exchanges of a crossing it needs, between which ranks; here a crossing has all exchanges, between all ranks of its
+sides. A start of B may occur during the backward of the text module, as soon as the gradients of rows are known, so
+that this work is issued in two pieces. Tokens are embedded before the wait for rows.
 
-docs/schedules.md, "How deadlocks are excluded", has the rules and what they assume. Each event waits for all of its
+docs/schedules.md, "How deadlocks are excluded", states the rules and their assumptions. Each event waits for all of its
 predecessors, so a schedule ends if and only if the graph of beginnings and ends has no cycle, whatever the durations.
 A crossing that a batch of data does not need is skipped on all ranks that take part, which adds no cycle.
 
-All ranks of a role issue the same, so that the graph has one node for all ranks of a role, and a transfer is between
-all ranks of its stages. Where this graph has a cycle, roles are split until the peers of the ranks of each role are of
-one role: a cycle of these roles is a cycle of ranks.
+All ranks of a role issue the same actions, so the graph has one node for all ranks of a role, and a transfer is between
+all ranks of its stages. Where this graph has a cycle, roles are split until all peers of a role's ranks have the same
+role: a cycle of these roles is a cycle of ranks.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.program import Role, Schedule, early_start, use_of
 
 Communicator = Callable[[Link | EdgeUse], str]
-"""Names the communicator of a use. `str` names the communicators that `Topology` creates: one for each use."""
+"""A function that returns the name of a use's communicator. `str` names the communicators that `Topology` creates."""
 
 
 class Issue(NamedTuple):
-    """What a host issues at a time: work (no `stream`), an operation, or a stream wait (`waits`: the index of the
+    """One thing that a host issues: work (no `stream`), an operation, or a stream wait (`waits`: the index of the
     operation).
 
-    `at`: the index of its action. `detail`: which piece of the action it is, as text before the action's name. `joins`:
-    the event that it contributes to by beginning. `needs`: it ends when all issues that join this event have begun.
+    `at`: the index of its action. `detail`: text before the action's name that tells which step of it this is. `joins`:
+    the key of an event that needs this issue to begin. `needs`: the key of the event that must occur before it ends.
     """
 
     at: int
@@ -68,8 +68,8 @@ class Issue(NamedTuple):
 def issues(
     schedule: Schedule, role: Role, communicator: Communicator = str, has_split_roles: bool = False
 ) -> list[Issue]:
-    """Return what the host of each rank of the role issues, in order. The role must have each of its actions once.
-    `has_split_roles`: whether the schedule is one of `Schedule.with_split_roles`.
+    """Return the issues of the host of each rank of the role, in order. The role must have each of its actions once.
+    `has_split_roles`: whether the schedule was returned by `Schedule.with_split_roles`.
     """
     host = _Host(schedule, role, communicator, has_split_roles)
     for at, action in enumerate(role.actions):
@@ -78,7 +78,7 @@ def issues(
 
 
 class _Host:
-    """The host of one role: turns its actions into issues."""
+    """The host of one role, which translates the role's actions into issues."""
 
     def __init__(self, schedule: Schedule, role: Role, communicator: Communicator, has_split_roles: bool):
         self.schedule, self.role, self.communicator = schedule, role, communicator
@@ -86,14 +86,14 @@ class _Host:
         self.issued: list[Issue] = []
         self.crosses = {edge: schedule.crosses(role, edge) for edge in schedule.edges}
         self.position = {action: at for at, action in enumerate(role.actions)}
-        self.operation: dict[Action, int] = {}  # the index of the (last) operation of each irecv and start
-        self.early: dict[Action, int] = {}  # the index of the `wait` of each irecv that is issued after it
-        self.ran: set[tuple[str, int | None, int]] = set()  # forwards: module, stage, micro-batch
+        self.operation: dict[Action, int] = {}  # by irecv or start, the index of its (last) operation
+        self.early: dict[Action, int] = {}  # by irecv that is issued after its `wait`, the index of that `wait`
+        self.ran: set[tuple[str, int | None, int]] = set()  # the forwards that have run: module, stage, micro-batch
         self.deferred: dict[str, deque[Action]] = {}  # by module, receives that are not issued yet
-        self.embedded: set[tuple[str, int]] = set()  # module, micro-batch
+        self.embedded: set[tuple[str, int]] = set()  # the embeddings that have run: module, micro-batch
 
     def issue(self, at: int, action: Action) -> None:
-        """Issue an action, the one at index `at`."""
+        """Append the issues of `action`, the role's action at index `at`."""
         match action.op:
             case "run":
                 self._run(at, action)
@@ -136,7 +136,7 @@ class _Host:
     # ------------------------------------------------------------------------------------------- pipelines
 
     def _transfer(self, at: int, action: Action) -> int:
-        """Issue a send or receive. Both name their message by its sender."""
+        """Issue a send or receive, and return its index. The key of the message names the sender on both sides."""
         sends, rank = action.op == "send", self.role.ranks[0]
         sender = self.schedule.role_index[rank if sends else self.schedule.peer_rank(rank, action)]
         stage = action.stage if sends else action.peer
@@ -147,7 +147,7 @@ class _Host:
         if action.kind != "B":
             self._receive(action)
             return
-        # A gradient has the shape of its output, and is received once that is known.
+        # A gradient has the shape of its output, so it is received only after the forward has run.
         self.deferred.setdefault(action.module, deque()).append(action)
         self._post_deferred(action.module)
 
@@ -164,14 +164,14 @@ class _Host:
 
     def _wait(self, at: int, action: Action) -> None:
         posted = action.posted
-        if posted not in self.operation:  # The receive is issued later.
+        if posted not in self.operation:  # The receive is issued later, and `_receive` completes this wait.
             self.early[posted] = len(self.issued)
         self._stream_wait(at, "", self.operation.get(posted, -1))
 
     # ------------------------------------------------------------------------------------------ boundaries
 
     def _start(self, action: Action) -> None:
-        if action in self.operation:  # It started early.
+        if action in self.operation:  # The crossing was started early, during a backward.
             return
         at, key = self.position[action], (action.kind, action.edge, action.micro_batch)
         stream = self._stream(action)
@@ -199,7 +199,7 @@ class _Host:
         self._stream_wait(at, detail, self._add(Issue(at, detail, stream, key, key)))
 
     def _gathers(self, action: Action) -> bool:
-        """Whether the role receives, and its side has several ranks."""
+        """Return whether the role is on the receiving side of a crossing, and several ranks are on that side."""
         return self._receives(action) and len(self.schedule.sides(action.edge)[action.kind == "F"]) > 1
 
     def _receives(self, action: Action) -> bool:
@@ -210,11 +210,11 @@ Reason = Literal["begin", "end", "behind", "after"]
 
 
 class Waiting(NamedTuple):
-    """An action of a role that waits for the action of the next `Waiting` of the cycle.
+    """An action of a role that waits for the action of the next `Waiting` in a cycle.
 
-    `role`: a role, or the ranks of a role that wait. `at`: the index of the action. `reason`: it waits for other ranks
-    to `begin` the next action; for the `end` of its own operation; it is `behind` another operation on its
-    communicator; or it begins `after` what its ranks issued before. `text` describes all of this.
+    `role`: the role, or the ranks of a role that wait. `at`: the index of the action. `reason`: the action waits for
+    other ranks to `begin` the next action; it waits for the `end` of an operation of the same ranks; it is queued
+    `behind` another operation on its communicator; or it begins `after` earlier actions. `text`: a line that says this.
     """
 
     role: Role
@@ -229,8 +229,8 @@ def find_cycle(
     """Return the cycle of roles that wait for each other; None if the schedule ends.
 
     Args:
-        schedule: its roles have all of their actions once, and finish what they start.
-        communicator: names the communicator of a use.
+        schedule: a schedule whose roles have all of their actions once, and finish what they start.
+        communicator: a function that returns the name of a use's communicator.
         single_queue: whether all streams of a rank share one hardware queue. A schedule that ends with one queue also
             ends with several.
     """
@@ -246,11 +246,11 @@ def find_cycle(
 # --------------------------------------------------------------------------------------------- the graph
 
 Node = int
-"""An event: the beginning or the end of an issue, or that all its counterparts have begun."""
+"""The number of an event: an issue begins, an issue ends, or all counterparts of an issue have begun."""
 
 
 class _IssueEnd(NamedTuple):
-    """A node as the beginning or the end of an issue of a role."""
+    """The beginning or the end of an issue of a role, by indices."""
 
     role: int
     issue: int
@@ -259,7 +259,7 @@ class _IssueEnd(NamedTuple):
 
 class _EventGraph:
     """A graph of events, each with its followers. Node 2 i is the beginning of the i-th of all issues, 2 i + 1 its end
-    (a stream wait has only an end); the nodes after these mean that all counterparts have begun.
+    (a stream wait has only an end). Each further node is the event that all counterparts of an operation have begun.
     """
 
     def __init__(self, issued: Sequence[Sequence[Issue]], single_queue: bool):
@@ -275,7 +275,7 @@ class _EventGraph:
                     self.followers[begin].append(following)
 
     def issue_of(self, node: Node) -> _IssueEnd | None:
-        """Return the issue of a node; None for a node that stands for several roles."""
+        """Return the issue whose beginning or end is `node`; None for the event that all counterparts have begun."""
         if node >= self.first[-1]:
             return None
         role = bisect_right(self.first, node) - 1
@@ -315,8 +315,8 @@ class _EventGraph:
         return node
 
     def stuck(self) -> set[Node]:
-        """Return the events that never happen."""
-        missing = [0] * len(self.followers)  # the number of predecessors that have not happened
+        """Return the nodes of the events that never occur, because they are in a cycle or after one."""
+        missing = [0] * len(self.followers)  # the number of predecessors that have not occurred
         for followers in self.followers:
             for node in followers:
                 missing[node] += 1
@@ -330,7 +330,7 @@ class _EventGraph:
 
 
 def _short_cycle(graph: _EventGraph, stuck: set[Node]) -> list[Node]:
-    """Return a short cycle among `stuck`, in which each node waits for the next."""
+    """Return a short cycle of nodes in `stuck`, in which each node waits for the next."""
     before: dict[Node, list[Node]] = {node: [] for node in stuck}
     for node in stuck:
         for follower in graph.followers[node]:
@@ -346,7 +346,7 @@ def _short_cycle(graph: _EventGraph, stuck: set[Node]) -> list[Node]:
 
 
 def _shortest(before: Mapping[Node, Sequence[Node]], first: Node) -> list[Node]:
-    """Return the shortest cycle through `first`, which is in a cycle."""
+    """Return the shortest cycle through `first`, which must be in a cycle. `before`: the predecessors of each node."""
     reached: dict[Node, Node] = {}
     frontier = deque([first])
     while True:
@@ -366,8 +366,8 @@ def _shortest(before: Mapping[Node, Sequence[Node]], first: Node) -> list[Node]:
 
 
 def _described(schedule: Schedule, issued: Sequence[Sequence[Issue]], cycle: Sequence[_IssueEnd]) -> list[Waiting]:
-    """Describe a cycle, from an operation that is queued behind another one, or else from a change of roles."""
-    # The beginning and the end of an issue share a line, and so do successive "after"s.
+    """Describe each step of a cycle, starting at an operation queued behind another, or else at a change of roles."""
+    # The beginning and the end of an issue share a line, and so do successive steps with the reason "after".
     ends = [end for at, end in enumerate(cycle) if end[:2] != cycle[at - 1][:2]]
     reasons = [_reason(issued, *pair) for pair in _around(ends)]
     shown = [end for at, end in enumerate(ends) if reasons[at] in ("begin", "end") or reasons[at] != reasons[at - 1]]
@@ -379,7 +379,7 @@ def _described(schedule: Schedule, issued: Sequence[Sequence[Issue]], cycle: Seq
 
 
 def _around(ends: Sequence[_IssueEnd]) -> Iterator[tuple[_IssueEnd, _IssueEnd]]:
-    """Pair successive ends, and the last end with the first."""
+    """Yield each pair of successive ends, and finally the pair of the last end and the first."""
     return zip(ends, [*ends[1:], *ends[:1]], strict=True)
 
 

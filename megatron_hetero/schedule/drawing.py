@@ -1,4 +1,4 @@
-"""Timelines of ranks as text, and as SVG or PNG drawn with matplotlib."""
+"""Formats timelines of ranks as text, and draws them as SVG or PNG with matplotlib."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.simulator import Simulation, Span
 
 Timelines = Mapping[str, Sequence[Span]]
-"""Spans, simulated or recorded, by the label of their row in the plot."""
+"""The simulated or recorded spans of each row of a plot, by the label of the row."""
 
 
 def timelines_of(simulation: Simulation) -> dict[str, Sequence[Span]]:
-    """Return the timelines of a simulation, one per role."""
+    """Return the timelines of a simulation, one for each role."""
     pairs = zip(simulation.schedule.roles, simulation.spans, strict=True)
     return {role.label: spans for role, spans in pairs}
 
@@ -26,14 +26,14 @@ def timelines_of(simulation: Simulation) -> dict[str, Sequence[Span]]:
 
 
 def timeline(simulation: Simulation, *, unit: float | None = None, columns: int = 40) -> str:
-    """Write a line per role and a cell per `unit` seconds (default: the shortest work), such as
+    """Return the timelines as text, with a line per role and a cell per `unit` seconds (default: the shortest work):
 
         0 vision.0  vF0 vF1                     vB0 =       vB1 =
         1 text.0        tF0 tF1         tB0 =       tB1 =
         2 text.1            tF0 tB0 =   tF1 tB1 =
 
-    A cell names the work that begins in it, `=` continues it, an empty cell is idle. Lines longer than `columns` cells
-    end in ``…``.
+    A cell names the work that begins in it, `=` continues the work of the cell before, and an empty cell is idle. Lines
+    longer than `columns` cells end in ``…``.
     """
     works = [s for spans in simulation.spans for s in spans if s.action.op == "run" and s.end > s.start]
     unit = unit or min((s.end - s.start for s in works), default=1.0)
@@ -61,7 +61,7 @@ def _cells(names: Mapping[str, str], spans: Iterable[Span], unit: float) -> Iter
 
 
 def _short_names(schedule: Schedule) -> dict[str, str]:
-    """Return the shortest distinct prefixes of the modules' names."""
+    """Return, for each module, the shortest prefix of its name with which no other module's name begins."""
     short: dict[str, str] = {}
     for name in schedule.module:
         others = [other for other in schedule.module if other != name]
@@ -81,11 +81,11 @@ def draw(panels: Mapping[str, Simulation | Timelines], file: str | Path) -> None
     """Draw timelines, coloured by module, in panels below each other on a shared time axis.
 
     Args:
-        panels: by title, a simulation, or recorded spans by row label.
+        panels: the simulation or the recorded timelines of each panel, by title.
         file: a path that ends in .svg or .png.
 
     Raises:
-        UserError: another file suffix, or matplotlib is not installed.
+        UserError: the file has another suffix, or matplotlib is not installed.
     """
     require_plot(file)
     timelines = {
@@ -103,14 +103,14 @@ def draw(panels: Mapping[str, Simulation | Timelines], file: str | Path) -> None
 
 
 def require_plot(file: str | Path) -> None:
-    """Check that the file is .svg or .png. Raises `UserError`."""
+    """Check that the name of the file ends in .svg or .png. Raises `UserError`."""
     if Path(file).suffix not in (".svg", ".png"):
         expected = "a name that ends in .svg or .png"
         raise UserError.at("plot", found=str(file), expected=expected, fix="rename it")
 
 
 def write_plot(figure: Any, file: Path) -> None:
-    """Write a figure. Raises `UserError`."""
+    """Write a figure to a file in the format of its suffix. Raises `UserError`."""
     try:
         with replacing(file) as new:
             figure.savefig(new, format=file.suffix[1:], dpi=130)
@@ -130,17 +130,17 @@ def new_figure(size: tuple[float, float]) -> Any:
 
 
 def colours_of(panels: Iterable[Timelines]) -> dict[str, str]:
-    """Choose a colour for each module, the same in all panels."""
+    """Return a matplotlib colour for each module, the same in all panels."""
     names = dict.fromkeys(s.action.module for rows in panels for spans in rows.values() for s in spans)
     return {name: f"C{i % 10}" for i, name in enumerate(sorted(names))}
 
 
 _STYLE: dict[str, dict[str, Any]] = {"F": {"alpha": 0.45}, "R": {"alpha": 0.45, "hatch": "////"}, "B": {"alpha": 0.9}}
-"""The style of forward, recomputed forward and backward, in the colour of their module."""
+"""The bar style of forward, recomputed forward and backward. A bar has the colour of its module."""
 
 
 def draw_panel(axis: Any, title: str, rows: Timelines, colours: Mapping[str, str]) -> None:
-    """Draw one panel on a matplotlib axis."""
+    """Draw one panel on a matplotlib axis, with a row for each entry of `rows`."""
     seconds = max((s.end for spans in rows.values() for s in spans), default=0.0)
     for at, spans in enumerate(rows.values()):
         _draw_row(axis, at, spans, colours, seconds)
@@ -153,7 +153,7 @@ def draw_panel(axis: Any, title: str, rows: Timelines, colours: Mapping[str, str
 
 
 def _draw_row(axis: Any, at: int, spans: Sequence[Span], colours: Mapping[str, str], seconds: float) -> None:
-    """Draw the spans of one row. Spans of one kind are one artist, because matplotlib is slow with thousands."""
+    """Draw the spans of one row. Spans of one kind are one artist, because thousands of artists are slow to draw."""
     bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
     waits: list[tuple[float, float]] = []
     for span in spans:
@@ -171,7 +171,7 @@ def _draw_row(axis: Any, at: int, spans: Sequence[Span], colours: Mapping[str, s
 
 
 def _draw_number(axis: Any, at: int, span: Span, seconds: float) -> None:
-    """Write the micro-batch of a span into it, if it fits."""
+    """Write the micro-batch number of a span into its bar, if the bar is wide enough."""
     if span.end - span.start > 0.012 * seconds:
         colour = "white" if span.action.kind == "B" else "black"
         middle = (span.start + span.end) / 2
@@ -179,7 +179,7 @@ def _draw_number(axis: Any, at: int, span: Span, seconds: float) -> None:
 
 
 def draw_legend(figure: Any, panels: Iterable[Timelines], colours: Mapping[str, str]) -> None:
-    """Add the legend of all panels to a figure."""
+    """Add a legend to a figure: one entry for each module and kind of work in `panels`, and one for waits."""
     from matplotlib.patches import Patch
 
     names = {"F": "forward", "R": "forward again", "B": "backward"}

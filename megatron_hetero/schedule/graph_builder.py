@@ -2,10 +2,10 @@
 pipeline with branches, see docs/schedules.md, "Other graphs".
 
 The orders of all ranks come from one simulated run, in which a forward takes one unit of time and a backward two, and a
-stage runs when all its ranks are free. It records one sequence: work when it begins, just after the ends of what it
-waits for; and when work ends, the beginnings of the transfers and crossings of its output, on both sides. Each rank
-executes its own actions of the sequence. Each action comes after all actions that it depends on, so that the first
-action that has not ended can proceed, and nothing deadlocks.
+stage runs when all its ranks are free. The run records one sequence. When work begins, it records the ends of the
+transfers and crossings of its input, then the work; when work ends, it records the beginnings of the transfers and
+crossings of its output, on both sides. Each rank executes its actions of the sequence. Each action comes after all
+actions on which it depends, so the first action that has not ended can always proceed, and there is no deadlock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UNITS: dict[WorkKind, int] = {"F": 1, "B": 2}
 def build_graph_schedule(
     layouts: Mapping[str, Layout], edges: Collection[Edge], micro_batches: int, forward_only: Collection[str]
 ) -> Schedule:
-    """Build the schedule of a step. Arguments and errors are those of `build_schedule`."""
+    """Build the schedule of a step for any acyclic graph of stages. Raises `UserError` as `build_schedule` does."""
     _require_edges(layouts, edges)
     named = tuple(dict.fromkeys(as_edge(edge, layouts) for edge in edges))
     modules = tuple(
@@ -56,7 +56,7 @@ def _require_edges(layouts: Mapping[str, Layout], edges: Collection[Edge]) -> No
 
 
 def require_trained_through(schedule: Schedule) -> None:
-    """Check that modules with a backward pass feed only modules with one. Raises `UserError`."""
+    """Check that modules with a backward pass feed only modules with a backward pass. Raises `UserError`."""
     for edge in schedule.edges:
         source, target = schedule.module[edge.source], schedule.module[edge.target]
         if source.backward and not target.backward:
@@ -67,7 +67,7 @@ def require_trained_through(schedule: Schedule) -> None:
 
 
 def _following(schedule: Schedule) -> dict[StageId, list[StageId]]:
-    """Return the stages that each stage feeds: the next of its module, and those that its rows enter."""
+    """Return the stages that each stage feeds: the next stage of its module, and stages of other modules over edges."""
     following: dict[StageId, list[StageId]] = {}
     for module in schedule.modules:
         stages = [(module.name, stage) for stage in range(module.stages)]
@@ -81,7 +81,7 @@ def _following(schedule: Schedule) -> dict[StageId, list[StageId]]:
 
 
 def _sorted(preceding: Mapping[StageId, Collection[StageId]]) -> tuple[StageId, ...]:
-    """Return all stages, each after those that feed it. Raises `UserError`."""
+    """Return all stages in topological order. Raises `UserError` if there is a cycle."""
     try:
         return tuple(TopologicalSorter(preceding).static_order())
     except CycleError as error:
@@ -92,11 +92,11 @@ def _sorted(preceding: Mapping[StageId, Collection[StageId]]) -> tuple[StageId, 
 
 
 class _Run:
-    """A simulated run of a schedule without actions.
+    """A simulated run of a schedule that has no actions yet.
 
-    `following`, `preceding`: the stages that each stage feeds, and the stages that feed it. `depth`: one more than the
-    changes of ranks on the longest path from each stage. `begun`, `ended`: the number of micro-batches of which work of
-    each kind and stage has begun or ended. `running`: work that has begun, and the time at which it ends.
+    `following`, `preceding`: the stages that each stage feeds, and the stages that feed it. `depth`: for each stage,
+    one more than the largest number of changes of ranks on a path from it. `begun`, `ended`: for each kind of work and
+    stage, the number of micro-batches begun or ended. `running`: the running work and the time at which it ends.
     """
 
     def __init__(self, schedule: Schedule):
@@ -114,11 +114,11 @@ class _Run:
         self.running: dict[Action, int] = {}
 
     def has_backward(self, stage: StageId) -> bool:
-        """Whether the stage has a backward pass."""
+        """Return whether the module of `stage` has a backward pass."""
         return self.schedule.module[stage[0]].backward
 
     def sequence(self) -> Iterator[Action]:
-        """Yield all actions of the step."""
+        """Yield all actions of the step in the order of the simulated run."""
         now = 0
         while True:
             for work in self._startable():
@@ -135,7 +135,7 @@ class _Run:
                 del self.running[work]
                 self.ended[work.kind, work.place] += 1
                 if sending := output_of(self.schedule, work):
-                    # The receive is not posted later: a send blocks those behind it until then.
+                    # Post the receive right away: until then, the send blocks later sends.
                     yield from (sending, receive_of(sending))
                 yield from self._crossings(work, before=False)
         total = self.schedule.micro_batches
@@ -143,7 +143,7 @@ class _Run:
         assert not left, f"work of {left} has not run"
 
     def _crossings(self, work: Action, *, before: bool) -> Iterator[Action]:
-        """Yield the ends of the crossings `before` the work, or the starts of the crossings after it."""
+        """Yield the ends of crossings that the work waits for (`before`), or the starts of crossings of its results."""
         is_forward = work.kind == "F"
         edges = self.schedule.entering if before == is_forward else self.schedule.leaving
         for edge in edges.get(work.place, ()):
@@ -151,7 +151,7 @@ class _Run:
                 yield (finish if before else start)(work.kind, edge, work.micro_batch)
 
     def _startable(self) -> list[Action]:
-        """Return the work that begins now. Work that waits for some of its ranks reserves its other ranks."""
+        """Return the work that begins now. Work that waits for some of its ranks reserves its free ranks."""
         taken = {role for work in self.running for role in self.roles[work.place]}
         waiting = [work for stage in self.order for work in self._ready(stage)]
         startable: list[Action] = []
@@ -162,11 +162,11 @@ class _Run:
         return startable
 
     def _urgency(self, work: Action) -> tuple[bool, int, int]:
-        """Return the sort key of work: backwards first, then work that is nearer to an end of the graph."""
+        """Return the sort key of work: backwards first, then stages that are later in topological order."""
         return work.kind == "F", self.to_the_end[work.place], work.micro_batch
 
     def _ready(self, stage: StageId) -> Iterator[Action]:
-        """Yield the next backward and forward of the stage, if all that they depend on has ended."""
+        """Yield the next backward and the next forward of the stage, each if the work on which it depends has ended."""
         total = self.schedule.micro_batches
         m = self.begun["B", stage]
         returned = (self.ended["B", other] for other in self.following[stage] if self.has_backward(other))
@@ -178,13 +178,13 @@ class _Run:
             yield run("F", *stage, m)
 
     def _done_with(self, stage: StageId) -> int:
-        """Return the number of micro-batches whose activations the stage no longer needs."""
+        """Return the number of micro-batches whose activations `stage` no longer needs."""
         if self.has_backward(stage):
             return self.ended["B", stage]
         return min((self.ended["F", n] for n in self.following[stage]), default=self.ended["F", stage])
 
 
 def fed_by_all(modules: Collection[str], edges: Collection[Edge]) -> str | None:
-    """Return the module that all edges enter, from all others; None if there is no such module."""
+    """Return the one module that all other modules feed and all edges enter; None if there is no such module."""
     targets, sources = {edge.target for edge in edges}, {edge.source for edge in edges}
     return targets.pop() if len(targets) == 1 and sources == {*modules} - targets else None

@@ -1,5 +1,5 @@
-"""A schedule: modules, and the actions of every rank in a step, with their peers and communicators. Pure data;
-`actions` specifies the actions.
+"""Schedules: modules, and the actions of every rank in a step, with their peers and communicators. Pure data.
+`megatron_hetero.schedule.actions` specifies the actions.
 
 Ranks that hold the same stages of the same modules share one *role* and one list of actions, so that the size of a
 schedule grows with the number of roles (about the number of pipeline stages), not of ranks.
@@ -21,18 +21,18 @@ from megatron_hetero.schedule.actions import Action, WorkKind
 
 Style = Literal["text", "waves", "recompute", "ahead", "graph"]
 StageId = tuple[str, int]
-"""A module and one of its stages."""
+"""The name of a module and the number of one of its stages."""
 _Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Module:
-    """A module as seen by schedules.
+    """The properties of a module that determine its schedule.
 
     `style`: `text` for the module that all others feed; for an encoder `waves` of `window` micro-batches, `recompute`
     (save only rows, run forward again before backward) or `ahead` of the text module by at most `window` more
     micro-batches; `graph` for a module of any other graph, which stores activations of at most `window` micro-batches.
-    `virtual`: stages per pipeline rank. `backward`: whether there is a backward pass.
+    `virtual`: the number of stages per pipeline rank. `backward`: whether the module has a backward pass.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Module:
 
     @property
     def stages(self) -> int:
-        """The number of stages."""
+        """The number of pipeline stages, virtual stages included."""
         return self.layout.pp * self.virtual
 
     def coordinate(self, stage: int) -> int:
@@ -52,22 +52,22 @@ class Module:
         return stage % self.layout.pp
 
     def stage_ranks(self, stage: int) -> tuple[int, ...]:
-        """Return the ranks that hold `stage`, ascending. The i-th ranks of two stages are peers."""
+        """Return the ranks that hold `stage`, in ascending order. The i-th ranks of two stages are peers."""
         return self._ranks[self.coordinate(stage)]
 
     @cached_property
     def _ranks(self) -> tuple[tuple[int, ...], ...]:
-        ranks, size = self.layout.ranks, self.layout.stage_size  # `pp` varies slowest among ranks.
+        ranks, size = self.layout.ranks, self.layout.stage_size  # `pp` is the slowest-varying axis of ranks.
         return tuple(ranks[first : first + size] for first in range(0, len(ranks), size))
 
     @cached_property
     def forward_kinds(self) -> tuple[WorkKind, ...]:
-        """The kinds of forward work."""
+        """The kinds of forward work: F, and R if the module recomputes."""
         return ("F", "R") if self.recomputes else ("F",)
 
     @property
     def recomputes(self) -> bool:
-        """Whether F saves no activations and R runs before B."""
+        """Whether F saves no activations, and the recomputed forward R runs before each backward B."""
         return self.style == "recompute" and self.backward
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Role:
-    """Ranks that hold the same `held_stages` and execute the same `actions`."""
+    """A group of ranks that hold the same `held_stages` and execute the same `actions`."""
 
     held_stages: tuple[StageId, ...]
     ranks: tuple[int, ...]
@@ -92,7 +92,7 @@ class Role:
 
     @property
     def label(self) -> str:
-        """Ranks and name, such as ``0-3 vision.0+text.1``."""
+        """The ranks and the name of the role, such as ``0-3 vision.0+text.1``."""
         return f"{format_ranks(self.ranks)} {self.name}"
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ class Role:
 
 
 def find_roles(modules: Sequence[Module]) -> tuple[Role, ...]:
-    """Return the roles of all ranks, without actions, in the order of their first ranks."""
+    """Return the roles of all ranks, without actions, sorted by first rank."""
     held_stages: dict[int, tuple[StageId, ...]] = {}
     for module in modules:
         for coordinate in range(module.layout.pp):
@@ -111,7 +111,7 @@ def find_roles(modules: Sequence[Module]) -> tuple[Role, ...]:
 
 
 def _grouped(keys: Mapping[int, _Key]) -> dict[_Key, tuple[int, ...]]:
-    """Group ranks by their keys, in the order of the first ranks."""
+    """Return the ranks that have each key, sorted by first rank."""
     members: dict[_Key, list[int]] = {}
     for rank in sorted(keys):
         members.setdefault(keys[rank], []).append(rank)
@@ -120,10 +120,10 @@ def _grouped(keys: Mapping[int, _Key]) -> dict[_Key, tuple[int, ...]]:
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """The actions of every rank in a step of `micro_batches`. `edges`: edges of the graph of `modules`. Where
-    these are encoders and the text module that all of them feed, the text module is the last one.
+    """The actions of every rank in a step of `micro_batches`. `edges`: the edges of the graph of `modules`. If the
+    graph consists of encoders that all feed one text module, the text module is the last of `modules`.
 
-    `megatron_hetero.schedule.check` has its text and its invariants.
+    `megatron_hetero.schedule.check` checks the invariants of schedules.
     """
 
     modules: tuple[Module, ...]
@@ -136,22 +136,22 @@ class Schedule:
 
     @cached_property
     def module(self) -> dict[str, Module]:
-        """The modules by name."""
+        """All modules, by name."""
         return {module.name: module for module in self.modules}
 
     @property
     def encoders(self) -> tuple[Module, ...]:
-        """All modules but the text module."""
+        """All modules except the text module."""
         return self.modules[:-1]
 
     @property
     def text(self) -> Module:
-        """The module that all others feed."""
+        """The text module, which all others feed."""
         return self.modules[-1]
 
     @cached_property
     def role_index(self) -> dict[int, int]:
-        """The index of the role of each rank."""
+        """For each rank, the index of its role."""
         return {rank: index for index, role in enumerate(self.roles) for rank in role.ranks}
 
     def actions_of(self, rank: int) -> tuple[Action, ...]:
@@ -161,13 +161,13 @@ class Schedule:
         return self.roles[self.role_index[rank]].actions
 
     def peer_rank(self, rank: int, action: Action) -> int:
-        """Return the other rank of a `send`, `irecv` or `wait` of `rank`."""
+        """Return the rank at the other end of a `send`, `irecv` or `wait` of `rank`."""
         module = self.module[action.module]
         return module.stage_ranks(action.peer_stage)[module.stage_ranks(action.own_stage).index(rank)]
 
     def with_split_roles(self) -> Schedule:
-        """Return the schedule with roles split until, for each role, the peers of its ranks are of one role."""
-        rings: list[dict[int, int]] = []  # for each module with stages, the peer of each rank in the next stage
+        """Return the schedule with roles split until all peers of a role's ranks in one stage have the same role."""
+        rings: list[dict[int, int]] = []  # for each pipelined module, the peer of each rank in the next stage
         for module in self.modules:
             if module.layout.pp > 1:
                 stages = [module.stage_ranks(coordinate) for coordinate in range(module.layout.pp)]
@@ -185,7 +185,7 @@ class Schedule:
 
     @cached_property
     def roles_of_stages(self) -> dict[StageId, set[int]]:
-        """The roles that hold each stage, by index."""
+        """For each stage, the indices of the roles that hold it."""
         roles: dict[StageId, set[int]] = {}
         for index, role in enumerate(self.roles):
             for stage in role.held_stages:
@@ -198,27 +198,27 @@ class Schedule:
         return self.roles_of_stages[edge.source, source_stage], self.roles_of_stages[edge.target, target_stage]
 
     def roles_of(self, action: Action) -> set[int]:
-        """Return the indices of the roles that execute an action."""
+        """Return the indices of the roles whose ranks execute an action."""
         if action.op in ("start", "finish"):
             return set[int]().union(*self.roles_of_sides(action.edge))
         return self.roles_of_stages[action.place]
 
     @cached_property
     def leaving(self) -> dict[StageId, tuple[Edge, ...]]:
-        """The edges that leave each stage, by stage."""
+        """The edges that leave each stage, by module and stage."""
         return _by_stage((edge.source, self.stages_of(edge)[0], edge) for edge in self.edges)
 
     @cached_property
     def entering(self) -> dict[StageId, tuple[Edge, ...]]:
-        """The edges that enter each stage, by stage."""
+        """The edges that enter each stage, by module and stage."""
         return _by_stage((edge.target, self.stages_of(edge)[1], edge) for edge in self.edges)
 
     def returns(self, edge: Edge) -> bool:
-        """Whether gradients of the edge's rows return."""
+        """Return whether gradients of the edge's rows are sent back to its source."""
         return self.module[edge.source].backward and self.module[edge.target].backward
 
     def stages_of(self, edge: Edge) -> tuple[int, int]:
-        """Return the stage that rows leave, and the stage that they enter."""
+        """Return the stage that rows of an edge leave, and the stage that they enter."""
         if edge.source_stage is None:
             return self.module[edge.source].stages - 1, 0
         assert edge.target_stage is not None, f"{edge} names one stage"
@@ -231,29 +231,29 @@ class Schedule:
 
     @cached_property
     def collective(self) -> dict[Edge, bool]:
-        """Whether crossings of each edge are collectives: its sides share ranks."""
+        """For each edge, whether its crossings are collectives, because its two sides share ranks."""
         sides = {edge: self.sides(edge) for edge in self.edges}
         return {edge: not set(source).isdisjoint(target) for edge, (source, target) in sides.items()}
 
     def crosses(self, role: Role, edge: Edge) -> tuple[bool, bool]:
-        """Whether rows of the edge leave the role, and whether they enter it."""
+        """Return whether rows of the edge leave the role, and whether they enter it."""
         source_stage, target_stage = self.stages_of(edge)
         return (edge.source, source_stage) in role.held_stages, (edge.target, target_stage) in role.held_stages
 
     def returns_early(self, edge: Edge) -> bool:
-        """Whether gradients start to return as soon as possible, amid the backward that computes them.
+        """Return whether gradients start to return as soon as possible, during the backward that computes them.
 
         Where modules take turns and the text module has stages, the other ranks cannot take part before their turn.
-        Communication that waits for them gains nothing, and may even keep a GPU from proceeding with the text module
-        if its streams share a queue (CUDA_DEVICE_MAX_CONNECTIONS). In a graph, ranks of one stage may have other
-        crossings before.
+        Communication that waits for these ranks gains nothing, and may even block the text module's computation on a
+        GPU whose streams share a queue (CUDA_DEVICE_MAX_CONNECTIONS). In a graph, ranks of one stage may have other
+        crossings to run first.
         """
         style = self.module[edge.source].style
         return style == "ahead" or (style != "graph" and self.text.layout.pp == 1)
 
     @cached_property
     def waves(self) -> tuple[range, ...]:
-        """The micro-batches of each turn of the encoders that take turns with the text module."""
+        """The micro-batches that are encoded in each turn of encoders that take turns with the text module."""
         size = max((e.window for e in self.encoders if e.style == "waves"), default=0) or self.micro_batches
         return tuple(
             range(first, min(first + size, self.micro_batches)) for first in range(0, self.micro_batches, size)
@@ -261,16 +261,16 @@ class Schedule:
 
     @cached_property
     def returned(self) -> tuple[range, ...]:
-        """The micro-batches whose gradients return to the encoders in each turn: before each wave but the first, those
-        whose backward the first text stage has run by then; at the end the others.
+        """The micro-batches whose gradients return to the encoders in each turn. Before each wave except the first,
+        these are micro-batches whose backward the first text stage has run since the last turn; at the end, the rest.
         """
         ends = [max(0, wave[0] - self.in_flight_between_waves) for wave in self.waves[1:]] + [self.micro_batches]
         return tuple(range(*pair) for pair in pairwise([0, *ends]))
 
     def in_one_call(self, name: str) -> tuple[range, ...]:
-        """Cut the micro-batches into runs that a module may compute in one call: those that are encoded in one turn,
-        and whose gradients return in one. Runs have one micro-batch for a module that does not run in waves, and for an
-        encoder with pipeline stages, which compute several micro-batches at a time already.
+        """Return the ranges of micro-batches that a module may compute in one call: all are encoded in the same turn,
+        and their gradients return in the same turn. A range has one micro-batch for a module that does not run in
+        waves, and for an encoder with pipeline stages, which overlap micro-batches already.
         """
         module = self.module[name]
         if module.style != "waves" or module.stages > 1:
@@ -280,8 +280,8 @@ class Schedule:
 
     @property
     def in_flight_between_waves(self) -> int:
-        """Number of micro-batches between forward and backward on the first text stage when the next wave is encoded.
-        Interleaved stages drain first.
+        """The number of micro-batches between forward and backward on the first text stage when the next wave is
+        encoded; 0 with interleaved stages, which drain first.
         """
         return self.text.layout.pp - 1 if self.text.virtual == 1 else 0
 
@@ -300,7 +300,7 @@ class Schedule:
             case "recompute":
                 return 2 * left + 1
             case "ahead":
-                # In flight between F and B of the first text stage, and encoded ahead of it.
+                # Micro-batches between F and B of the first text stage, and micro-batches encoded ahead of this stage.
                 in_flight = self.text.layout.pp * (1 if self.text.virtual == 1 else 2)
                 return in_flight + 1 + module.window + left
 
@@ -313,7 +313,7 @@ def _by_stage(ends: Iterable[tuple[str, int, Edge]]) -> dict[StageId, tuple[Edge
 
 
 def use_of(schedule: Schedule, action: Action) -> Link | EdgeUse:
-    """Return for which use a transfer or crossing has a communicator."""
+    """Return the communicator use of a transfer or crossing: its pipeline link or its edge, with the direction."""
     direction: Direction = "backward" if action.kind == "B" else "forward"
     if action.op in ("start", "finish"):
         return EdgeUse(action.edge, direction)
@@ -322,8 +322,8 @@ def use_of(schedule: Schedule, action: Action) -> Link | EdgeUse:
 
 
 def early_start(schedule: Schedule, actions: Sequence[Action], at: int) -> Action | None:
-    """Return the crossing that starts amid the backward at index `at`: the next crossing of the rank, if it returns the
-    gradients of rows that entered this stage; else None.
+    """Return the crossing that starts during the backward at index `at`: the next crossing of the rank, if it returns
+    the gradients of rows that entered this stage; else None.
     """
     work, later = actions[at], map(actions.__getitem__, range(at, len(actions)))
     following = next((action for action in later if action.op in ("start", "finish")), None)
@@ -334,7 +334,7 @@ def early_start(schedule: Schedule, actions: Sequence[Action], at: int) -> Actio
 
 
 def describe_action(schedule: Schedule, rank: int, action: Action) -> str:
-    """Describe an action of `rank`: its micro-batch, its peers and its communicator."""
+    """Describe an action of `rank` for messages: its micro-batch, its peers and its communicator."""
     if action.op == "run":
         others = "the other ranks of its stage"
     elif action.op in ("start", "finish"):

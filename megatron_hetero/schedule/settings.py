@@ -1,4 +1,4 @@
-"""Settings of the schedule, their checks and their defaults."""
+"""Settings of the schedule, with their checks and defaults."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ ScheduleKind = Literal["auto", "waves", "recompute", "ahead"]
 
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """Settings of how modules take turns. None: chosen from the layouts."""
+    """Settings of how modules take turns. A setting that is None is chosen from the layouts."""
 
     kind: ScheduleKind = "auto"
     """How encoders that share ranks with the text module run: in `waves`, or with `recompute` (save only the rows, run
-    forward again before backward). `ahead`: no encoder shares ranks with the text module. `auto`: waves or ahead."""
-    waves: int | None = None
-    """Micro-batches encoded at a time. As many have live encoder activations at once, and pp - 1 more if the text
-    module has stages.
+    forward again before backward). `ahead`: no encoder shares ranks with the text module. `auto`: `waves` or `ahead`.
     """
+    waves: int | None = None
+    """Number of micro-batches encoded at a time. Up to `waves` + pp - 1 micro-batches have live encoder activations."""
     run_ahead: int | None = None
-    """Micro-batches by which an encoder on ranks of its own may be ahead of the text module. With 0 it starts one when
-    the text stages that its rows enter have received the previous one."""
+    """Number of micro-batches by which an encoder that shares no ranks may be ahead of the text module. With 0 it
+    starts a micro-batch when the text module has received the rows of the previous micro-batch."""
     virtual_stages: int = 1
-    """Stages of the text module per pipeline rank; several stages are interleaved."""
+    """Number of stages of the text module per pipeline rank; several stages are interleaved."""
 
 
 def sharing_encoders(layouts: Mapping[str, Layout], text: str) -> tuple[str, ...]:
-    """Return the encoders that share ranks with the text module, directly or through another encoder; they take turns
-    with it.
+    """Return the encoders that share ranks with the text module, directly or through another encoder. These encoders
+    take turns with the text module.
     """
     sharing: list[str] = []
     ranks, more = set(layouts[text].ranks), True
@@ -54,14 +53,14 @@ def resolve_settings(
     place: str = "ScheduleSettings",
     maximum: int | None = None,
 ) -> ScheduleSettings:
-    """Fill in all defaults; settings that do not apply stay None.
+    """Return the settings with all defaults filled in; settings that do not apply stay None.
 
     Args:
         settings: the settings as given.
-        layouts: layouts of all modules, by name.
-        micro_batches: number of micro-batches in the step.
+        layouts: the layouts of all modules, by name.
+        micro_batches: the number of micro-batches in the step.
         text: the module that all others feed.
-        place: where the user gave them, for messages.
+        place: the place where the user gave the settings, for messages.
         maximum: the number of micro-batches of every step, if it is the same for all.
 
     Raises:
@@ -84,14 +83,14 @@ def resolve_settings(
     if kind == "waves" and waves is None:
         waves = _default_waves(layouts[text].pp, micro_batches, settings.virtual_stages)
     if ahead and run_ahead is None:
-        run_ahead = 1  # One micro-batch of rows is ready when the text module asks for it: enough for equal batches.
+        run_ahead = 1  # With one, the next rows are ready when the text module needs them, if batches are equal.
     return replace(settings, kind=kind, waves=waves, run_ahead=run_ahead)
 
 
 def _default_waves(pp: int, micro_batches: int, virtual_stages: int) -> int:
-    """Return the default size of waves: 1 without stages; with stages, an even size near 3 pp. In simulations, stages
-    that wait for each other at each wave then cost less than 5 % of a step, for an encoder without stages that has at
-    least a quarter of the text module's work, and up to 6.5 % for an encoder with stages or virtual text stages.
+    """Return the default size of waves: 1 if pp is 1; else a size near 3 pp that makes waves equally large. In
+    simulations, waits at waves then cost less than 5 % of a step for an encoder without stages that has at least a
+    quarter of the text module's work, and up to 6.5 % for an encoder with stages or virtual text stages.
     """
     if pp == 1:
         return 1

@@ -1,4 +1,4 @@
-"""Simulates when the actions of a schedule run, given the durations of work and transfers, and computes bubbles."""
+"""Simulates when the actions of a schedule run, given durations of work and transfers, and computes idle time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron_hetero.schedule.check import check_schedule
 from megatron_hetero.schedule.program import Schedule
 
 DurationKey = tuple[str, str, int]
-"""The key of a duration: (module, kind (F, R, B), stage) of work, or of the sender of a transfer; (encoder, kind, -1)
-of a crossing.
+"""The key of a duration: (module, kind (F, R, B), stage) for work; the same with the sender's stage for a transfer;
+(encoder, kind, -1) for a crossing.
 """
 Durations = Callable[[str, str, int], float] | Mapping[DurationKey, float] | float
 Event = tuple[int, Action]
-"""The index of a role, and an action that it has begun."""
+"""An event: the index of a role, and an action that its ranks have begun."""
 
 
 class Span(NamedTuple):
@@ -32,27 +32,27 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """The times of a schedule. `spans`: the actions of each role with their times, the same on all of its ranks."""
+    """A simulated schedule. `spans`: the actions of each role with their times, the same on all ranks of the role."""
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds from the first start to the last end."""
+        """Seconds from the beginning of the step to the end of the last action."""
         return max((spans[-1].end for spans in self.spans if spans), default=0.0)
 
     def busy(self, rank: int) -> float:
-        """Return the seconds of work on the rank."""
+        """Return the seconds in which the rank computes."""
         return sum(s.end - s.start for s in self.spans[self.schedule.role_index[rank]] if s.action.op == "run")
 
     def bubble(self, rank: int) -> float:
-        """Return the share of the step in which the rank is idle, from 0 to 1."""
+        """Return the fraction of the step in which the rank does not compute, from 0 to 1."""
         return 1 - self.busy(rank) / self.seconds if self.seconds else 0.0
 
     @cached_property
     def mean_bubble(self) -> float:
-        """Mean of `bubble` over all ranks."""
+        """The mean of `bubble` over all ranks."""
         weighted = [(len(role.ranks), self.bubble(role.ranks[0])) for role in self.schedule.roles]
         return sum(n * bubble for n, bubble in weighted) / sum(n for n, _ in weighted)
 
@@ -61,10 +61,10 @@ def simulate(schedule: Schedule, durations: Durations, transfers: Durations = 0.
     """Simulate a checked schedule, with each action as early as possible.
 
     Args:
-        durations: seconds of work, by module, kind and stage (see `DurationKey`): a function (called for each action),
-            a mapping or one number.
-        transfers: seconds of a transfer or crossing once both sides are ready. Transfers overlap with work, and do not
-            slow each other down.
+        durations: the seconds of work by module, kind and stage: a function called for each action, a mapping with
+            keys `DurationKey`, or one number for all work.
+        transfers: the seconds of a transfer or crossing once both sides are ready. Transfers overlap with work, and do
+            not slow each other down.
 
     Raises:
         ScheduleError: the schedule deadlocks.
@@ -86,14 +86,14 @@ def simulate(schedule: Schedule, durations: Durations, transfers: Durations = 0.
                 end = max(now, ready + transfer((action.module, action.kind, sender)))
         spans[role].append(Span(action, now, end))
     if any(len(each) < len(role.actions) for each, role in zip(spans, schedule.roles, strict=True)):
-        check_schedule(schedule)  # raises, unless ranks of a role wait for peers of several roles
+        check_schedule(schedule)  # Raises on a deadlock. Without one, ranks of a role wait for peers of several roles.
         return simulate(schedule.with_split_roles(), durations, transfers)
     return Simulation(schedule, tuple(map(tuple, spans)))
 
 
 def in_order(schedule: Schedule) -> Iterator[tuple[int, Action, list[Event]]]:
-    """Yield all actions in an order in which they can happen: the index of the role, the action, and the events of
-    other roles that it waits for. Actions that wait for each other forever, and all after them, are omitted.
+    """Yield all actions in an order in which they can run: the index of the role, the action, and the events of other
+    roles for which it waits. Actions in a deadlock, and all actions after them, are omitted.
     """
     begun: set[Event] = set()
     sleeping: dict[Event, list[int]] = defaultdict(list)
@@ -117,8 +117,8 @@ def in_order(schedule: Schedule) -> Iterator[tuple[int, Action, list[Event]]]:
 
 
 def _awaited(schedule: Schedule, role: int, action: Action) -> list[Event]:
-    """Return the events of other roles that an action waits for: for a `wait`, each `send` of the stage that sends; for
-    a `finish`, each `start` of the side that rows leave or, if the sides share ranks, of both sides.
+    """Return the events of other roles for which an action waits: for a `wait`, each `send` of the sending stage; for a
+    `finish`, each `start` of the other side or, if the sides share ranks, of both sides.
     """
     if action.op == "wait":
         sent = send(action.kind, action.module, action.peer_stage, action.own_stage, action.micro_batch)

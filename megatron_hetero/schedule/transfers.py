@@ -1,8 +1,8 @@
 """Adds the transfers between pipeline stages to the work of each role.
 
-An output is sent right after its work. A receive is posted before the work that precedes the work that uses it, so that
-they overlap, and waited for directly before its use. Receives are posted in the order in which the sender sends:
-earlier receives from the same rank are posted with it.
+An output is sent right after the work that computes it. The receive of an input is posted before the preceding work, so
+that transfer and work overlap, and is waited for directly before its use. Receives are posted in the order in which the
+sender sends: earlier receives from the same rank are posted at the same time.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from megatron_hetero.schedule.actions import Action, irecv, send, wait
 from megatron_hetero.schedule.program import Role, Schedule
 
 Hop = tuple[str, int, int]
-"""A module, and the pipeline coordinates of a sender and of a receiver."""
+"""A module, and the pipeline coordinates of the sender and of the receiver of a transfer."""
 
 
 def input_of(schedule: Schedule, work: Action) -> tuple[Action, Action] | None:
-    """Return the `irecv` and the `wait` of the input of `work`; None if it does not come from another stage."""
+    """Return the `irecv` and `wait` of the input of `work`; None if no other stage of the module sends the input."""
     source = work.own_stage + (1 if work.kind == "B" else -1)
     if not 0 <= source < schedule.module[work.module].stages:
         return None
@@ -29,7 +29,7 @@ def input_of(schedule: Schedule, work: Action) -> tuple[Action, Action] | None:
 
 
 def output_of(schedule: Schedule, work: Action) -> Action | None:
-    """Return the `send` of the output of `work`; None if no other stage uses it."""
+    """Return the `send` of the output of `work`; None if no other stage of the module uses the output."""
     target = work.own_stage - (1 if work.kind == "B" else -1)
     if not 0 <= target < schedule.module[work.module].stages:
         return None
@@ -37,14 +37,14 @@ def output_of(schedule: Schedule, work: Action) -> Action | None:
 
 
 def receive_of(sending: Action) -> Action:
-    """Return the `irecv` of a `send`."""
+    """Return the `irecv` with which the other stage receives a `send`."""
     return irecv(sending.kind, sending.module, sending.peer_stage, sending.own_stage, sending.micro_batch)
 
 
 def with_transfers(schedule: Schedule, orders: Sequence[Sequence[Action]]) -> tuple[Role, ...]:
-    """Return the roles with their actions: work and crossings, in the order of `orders`, and transfers."""
+    """Return the roles with their actions: the work and crossings of `orders`, and the transfers of the work."""
     sent: dict[Hop, list[Action]] = {}
-    for order in orders:  # All ranks of a stage run the module in one order, whatever other modules they hold.
+    for order in orders:  # All ranks of a stage run its work in the same order, whatever other modules they run.
         sent |= _sent(schedule, order)
     return tuple(
         replace(role, actions=tuple(_completed(schedule, order, sent)))
@@ -53,7 +53,7 @@ def with_transfers(schedule: Schedule, orders: Sequence[Sequence[Action]]) -> tu
 
 
 def _sent(schedule: Schedule, order: Sequence[Action]) -> dict[Hop, list[Action]]:
-    """Collect the messages that leave a role, in order, as the receiver's `irecv`."""
+    """Return the messages that leave a role, by hop and in order, each as the receiver's `irecv`."""
     messages: defaultdict[Hop, list[Action]] = defaultdict(list)
     for work in order:
         if work.op == "run" and (sending := output_of(schedule, work)):
@@ -68,7 +68,7 @@ def _hop(schedule: Schedule, message: Action) -> Hop:
 
 
 def _completed(schedule: Schedule, order: Sequence[Action], sent: Mapping[Hop, Sequence[Action]]) -> Iterator[Action]:
-    """Yield the work and crossings of a role in order, with the transfers of its work."""
+    """Yield the work and crossings of a role in order, with the sends, receives and waits of its work."""
     queues = {hop: iter(messages) for hop, messages in sent.items()}
     posted: set[Action] = set()
     works = [action for action in order if action.op == "run"]
@@ -77,7 +77,7 @@ def _completed(schedule: Schedule, order: Sequence[Action], sent: Mapping[Hop, S
         if action.op != "run":
             yield action
             continue
-        # The receives of this work (only the first work has not posted them yet) and of the next one.
+        # Post the receives of this work, which are not posted yet only for the first work, and of the next work.
         for work in (action, following.get(action)):
             arriving = input_of(schedule, work) if work is not None else None
             while arriving is not None and arriving[0] not in posted:

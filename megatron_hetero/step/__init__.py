@@ -1,1 +1,1 @@
-"""A step: modules as they are trained, their gradients and optimizers, and the runner of a schedule."""
+"""The training step: descriptions of trained modules, gradients, optimizers, and the runner of a schedule."""

@@ -1,4 +1,4 @@
-"""Settings of the optimizers of this package, and the learning rates of a run."""
+"""Settings of the optimizers of this package, and the learning-rate schedule of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_hetero.config.optimizers import OPTIMIZERS, OptimizerKind
 
 @dataclass(frozen=True, kw_only=True)
 class _Settings:
-    """The settings that all optimizers have, see `AdamW`."""
+    """The settings that all optimizers of this package share. `AdamW` documents each of them."""
 
     lr: float | Callable[[str], float] = 1e-3
     master: Literal["float32", "split", "none"] = "float32"
@@ -23,7 +23,7 @@ class _Settings:
     seed: int = 0
 
     def __post_init__(self: Any) -> None:
-        """Check the values. Raises `UserError`."""
+        """Check the values of all settings. Raises `UserError`."""
         kinds, lr = get_type_hints(type(self)), 0.0 if callable(self.lr) else self.lr
         expected = {name: get_args(kind) for name, kind in kinds.items() if get_origin(kind) is Literal}
         problems = {
@@ -43,18 +43,18 @@ class _Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(_Settings):
-    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) with states that are sharded over the ranks of a module.
+    """Settings of AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), with states sharded over a module's ranks.
 
     Attributes:
-        lr: learning rate, or a function from the name of a parameter to it.
-        betas: decay of the moments.
-        eps: added to the root of the second moment.
-        weight_decay: for parameters of two or more dims; biases and norms are exempt.
-        master: masters of bfloat16 weights: fp32 copies; "split", the same in a 16-bit remainder; "none", stochastic
-            rounding.
-        moments: format of the moments; "8bit" has a scale per 256 elements.
+        lr: learning rate, or a function from a parameter's name to its learning rate.
+        betas: decay rates of the first and second moment.
+        eps: a number that is added to the root of the second moment.
+        weight_decay: weight decay of parameters of two or more dimensions; biases and norms are exempt.
+        master: format of the masters of bfloat16 weights: "float32", copies; "split", the lower 16 bits of the same
+            fp32 masters; "none", no masters, but stochastic rounding.
+        moments: format of the moments; "8bit" stores one scale for each 256 elements.
         gradients: dtype in which gradients are accumulated over micro-batches and summed over ranks.
-        zero: ZeRO stage: 1, or with `units()` of the model (docs/library.md) 2 or 3.
+        zero: ZeRO stage: 1, or 2 or 3 for a model with `units()` (docs/library.md).
         offload: whether masters and moments are in host memory.
         seed: seed of stochastic rounding.
 
@@ -72,7 +72,7 @@ class AdamW(_Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(_Settings):
-    """Plain SGD, w -= lr * g, replicated. For the attributes see `AdamW`."""
+    """Settings of plain SGD, w -= lr * g, replicated on all ranks of a module. `AdamW` documents the attributes."""
 
     kind: ClassVar[OptimizerKind] = OPTIMIZERS["sgd"]
     betas: ClassVar[tuple[float, float]] = (0.0, 0.0)
@@ -93,18 +93,18 @@ def learning_rate(
     warmup: int,
     total: int,
 ) -> float:
-    """The learning rate of a step, counted from 1.
+    """Return the learning rate of a step, counted from 1.
 
-    It rises linearly from ``peak / warmup`` at step 1 to `peak` at step `warmup`, which may be 0. Then it is constant,
-    or falls along a line or half a cosine wave (SGDR, arXiv 1608.03983, without restarts) to `minimum` at step `total`
-    and stays there.
+    The rate rises linearly from ``peak / warmup`` at step 1 to `peak` at step `warmup`, which may be 0. Then it is
+    constant, or decays linearly or along a half cosine (SGDR, arXiv 1608.03983, without restarts) to `minimum` at step
+    `total`, and is constant from there on.
     """
     assert step >= 1, f"steps count from 1, not {step}"
     if step <= warmup:
         return peak * step / warmup
     if schedule == "constant":
         return peak
-    # Without warm-up, step 0 would be the peak: the first step already falls, and the last reaches the minimum.
+    # Without warm-up, the peak would be at step 0: step 1 is already lower, and step `total` reaches the minimum.
     progress = min(1.0, (step - warmup) / (total - warmup)) if total > warmup else 1.0
     share = 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return minimum + (peak - minimum) * share

@@ -1,20 +1,19 @@
-"""Flat buffers for the gradients of a module, and for its weights if ranks update shares of them. Buffers are cut into
-buckets; sums of gradients over ranks, and gathers of updated weights, run bucket by bucket.
+"""Flat buffers for the gradients of a module, and for its weights if ranks update shares of the weights. Buffers are
+cut into buckets; gradients are summed over ranks, and updated weights are gathered, bucket by bucket.
 
-Parameters are in reverse order, about that in which a backward pass computes their gradients, so that the first bucket
-is complete first. A parameter's gradient is accumulated in its attribute `main_grad`, a view, in a dtype that may be
-wider than that of the weights; layers may add to it themselves and set `grad_added_to_main_grad`, as Megatron-Core's
-do.
+Parameters are in reverse order, roughly the order in which a backward pass computes their gradients, so that the first
+bucket is complete first. A parameter's gradient is accumulated in `main_grad`, a view of the buffer whose dtype may be
+wider than the weights' dtype; layers may add to it directly and set `grad_added_to_main_grad`, as in Megatron-Core.
 
-All ranks of a group begin the same sums in the order of the buckets. A bucket that is ready before its predecessor
-waits for it. Sums that a backward pass has not begun (without images there is none, and a parameter may get no
-gradient) begin after it. Ranks may begin at different times: no computation waits for a sum before the end of the step,
-and the group's communicator has no other use meanwhile.
+All ranks of a group begin the same sums in the order of the buckets: a bucket that is ready early waits for its
+predecessors. Sums that the backward pass has not begun begin after it: there is no backward pass without images, and a
+parameter may have no gradient. Ranks may begin at different times: no computation waits for a sum before the end of the
+step, and the group's communicator is not used for anything else until then.
 
-After an update all buckets are gathered beside the next forward pass, in the order in which they are read. Each unit of
-a stage (an embedding, a layer, the rest) waits for the buckets of its parameters before it runs. All ranks of a group
-begin the same gathers in one order, even a rank that does not run the module in this step; other code that reads or
-writes weights waits for all of them.
+After an update, all buckets are gathered during the next forward pass, in the order in which they are read. Each unit
+of a stage (an embedding, a layer, the remaining parameters) waits for the buckets of its parameters before it runs. All
+ranks of a group begin the same gathers in the same order, even ranks that do not run the module in this step. Other
+code that reads or writes weights waits for all gathers.
 """
 
 from __future__ import annotations
@@ -36,33 +35,33 @@ from megatron_hetero.step.gradient_state import GradientState
 from megatron_hetero.step.module import ModuleGradients, ModuleWeights, Range
 
 ALIGNED = 64
-"""Parameters begin at multiples of this number of elements if ranks update shares: 128 bytes at 16 bits."""
+"""If ranks update shares, parameters begin at multiples of this number of elements: 128 bytes in a 16-bit dtype."""
 BUCKETS_ALIGNED = 128
-"""Buckets then end at multiples of this number of elements: 256 bytes, which suits matrix products."""
+"""If ranks update shares, buckets end at multiples of this number of elements: 256 bytes in a 16-bit dtype."""
 
 
 class Cut(NamedTuple):
-    """The start of each parameter in a buffer; and of each bucket its range, and the numbers of its parameters."""
+    """The layout of a buffer: the start of each parameter, and the range and parameter numbers of each bucket."""
 
     starts: tuple[int, ...]
     buckets: tuple[tuple[Range, tuple[int, ...]], ...]
 
     @property
     def size(self) -> int:
-        """Elements of the buffer."""
+        """The number of elements of the buffer."""
         return self.buckets[-1][0][1]
 
 
 def cut(sizes: Sequence[int], maximum: int | None, shares: int | None, alone: Collection[int] = ()) -> Cut:
-    """Lay out parameters in a buffer.
+    """Lay out parameters in a buffer that is cut into buckets.
 
     Args:
-        sizes: elements of each parameter, in the order of the buffer.
-        maximum: elements at which a bucket is closed; None for one bucket.
-        shares: number of ranks that update equal shares of each bucket; None if all update everything, and nothing is
-            padded.
-        alone: numbers of parameters that get a bucket to themselves if there are shares, so that they are cut in the
-            same way on another rank, where they have other neighbours.
+        sizes: number of elements of each parameter, in the order of the buffer.
+        maximum: number of elements at which a bucket is closed; None for one bucket.
+        shares: number of ranks that update equal shares of each bucket; None if all ranks update all parameters, in a
+            buffer without padding.
+        alone: numbers of parameters that get a separate bucket if there are shares, so that they are sharded equally on
+            other ranks with other parameters.
     """
     align, multiple = (1, 1) if shares is None else (ALIGNED, lcm(shares, BUCKETS_ALIGNED))
     starts, buckets, members = list[int](), list[tuple[Range, tuple[int, ...]]](), list[int]()
@@ -97,14 +96,14 @@ def _up(number: int, multiple: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Gradients that are summed in one collective, and weights that are gathered in one.
+    """Gradients that are summed in one collective, and weights that are gathered in one collective.
 
     Attributes:
-        gradients: gradients of this rank, flat.
-        summed: the gradients of which this rank needs the sum, a view; `gradients` itself if it needs all.
-        weights: the same elements of the weights, if ranks update shares of them.
-        share: the weights that this rank updates, a view.
-        parameters: the parameters.
+        gradients: the flat gradients of the bucket on this rank.
+        summed: a view of the gradients whose sum this rank needs; `gradients` itself if it needs all sums.
+        weights: the flat weights of the bucket, if ranks update shares of the weights.
+        share: a view of the weights that this rank updates.
+        parameters: the parameters in the bucket.
     """
 
     gradients: Tensor
@@ -123,18 +122,18 @@ def _allocate(
     sharded: bool,
     sums_shares: bool,
 ) -> tuple[Tensor, list[Bucket], dict[int, Range]]:
-    """Allocate the gradients of parameters of one dtype, and move the weights into one buffer too if `sharded`.
+    """Allocate a gradient buffer for parameters of one dtype and, if `sharded`, move the weights into another buffer.
 
     Args:
-        parameters: in the order of the module.
+        parameters: the parameters, in the order of the module.
         dtype: dtype of the gradients.
-        maximum: elements at which a bucket is closed.
+        maximum: number of elements at which a bucket is closed.
         group: the ranks that sum the gradients.
-        sharded: whether each of them updates a share of each bucket.
-        sums_shares: whether a rank needs the sum of its share only.
+        sharded: whether each rank of the group updates a share of each bucket.
+        sums_shares: whether each rank receives only the sum of its share.
 
     Returns:
-        The gradients, their buckets, and the elements of each parameter that this rank updates, by identity.
+        The gradient buffer, its buckets, and the range of each parameter that this rank updates, by the parameter's id.
     """
     ordered: list[Any] = list(reversed(parameters))
     ranks, rank = (group.size(), group.rank()) if sharded else (1, 0)
@@ -149,7 +148,7 @@ def _allocate(
             place = weights[start:stop].view(parameter.shape)
             place.copy_(parameter.detach())
             parameter.data = place
-        # Attributes by which layers of Megatron-Core add gradients themselves.
+        # Layers of Megatron-Core use these attributes to accumulate gradients directly.
         parameter.main_grad = gradients[start:stop].view(parameter.shape)
         parameter.grad_added_to_main_grad = False
     buckets, owned = list[Bucket](), dict[int, Range]()
@@ -173,8 +172,8 @@ def _allocate(
 
 
 def accumulate(parameters: Sequence[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Any]]:
-    """Make each backward pass add gradients to `main_grad`. Yields each parameter with autograd's node that accumulates
-    its gradient; hooks that are registered on it later run after the addition.
+    """Make each backward pass add gradients to `main_grad`. Yields each parameter with its autograd accumulation node;
+    hooks that are registered on this node later run after the addition.
     """
     for parameter in parameters:
         node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
@@ -191,12 +190,12 @@ def _add(parameter: Any, *_: object) -> None:
 
 
 class BufferedGradients(ModuleGradients):
-    """Gradients of a module in flat buffers, which are summed bucket by bucket.
+    """The gradients of a module in flat buffers, which are summed over ranks bucket by bucket.
 
     Attributes:
-        state: progress of the gradients in a step.
-        memory: the buffers.
-        buckets: their buckets, in the order in which sums begin.
+        state: the phase of the gradients in a step.
+        memory: the flat buffers.
+        buckets: the buckets of all buffers, in the order in which sums begin.
     """
 
     def __init__(
@@ -210,8 +209,8 @@ class BufferedGradients(ModuleGradients):
         memory: Sequence[Tensor] = (),
         adds_up: bool = False,
     ):
-        """`accumulators`: for all trained parameters, the nodes in which autograd accumulates gradients, once in each
-        backward pass. `adds_up`: whether a backward pass gives parameters several gradients.
+        """`accumulators`: pairs of a trained parameter and its autograd accumulation node. `adds_up`: whether one
+        backward pass may compute several gradients of a parameter.
         """
         self.state, self.name, self.buckets, self.memory = GradientState(name), name, buckets, memory
         self._parameters, self._group, self._adds_up = parameters, group, adds_up
@@ -220,7 +219,7 @@ class BufferedGradients(ModuleGradients):
         self._begin_step()
 
     def _begin_step(self) -> None:
-        """Reset: nothing has been summed, and no backward pass is known to be the last."""
+        """Reset the state of a step: no bucket is summed, and no gradient is expected."""
         self._missing = [set(map(id, bucket.parameters)) for bucket in self.buckets]
         self._expected = set[int]()
         self._extremes: list[Tensor] = []
@@ -243,7 +242,7 @@ class BufferedGradients(ModuleGradients):
 
     @override
     def clear(self, *, set_to_none: bool) -> None:
-        self._wait()  # A sum that ends later would write over the zeros.
+        self._wait()  # A sum that ended later would overwrite the zeros.
         for gradients in self.memory:
             gradients.zero_()
         for bucket in self.buckets:
@@ -257,10 +256,10 @@ class BufferedGradients(ModuleGradients):
 
     @override
     def expect(self, parameters: Collection[nn.Parameter]) -> None:
-        """There must be one gradient for each parameter in the backward pass."""
+        """Expect the final gradients of `parameters` in the next backward pass: one gradient for each parameter."""
         if self._adds_up:
             return
-        if not self._hooked:  # Registered after Megatron's hooks, which add gradients up.
+        if not self._hooked:  # These hooks must be registered after the hooks that accumulate gradients.
             for parameter, accumulator in self._accumulators:
                 accumulator.register_hook(partial(self._arrived, parameter))
             self._hooked = True
@@ -273,6 +272,7 @@ class BufferedGradients(ModuleGradients):
 
     @override
     def finish(self) -> Tensor:
+        self.start()
         finite = torch.stack(self._extremes).isfinite().all().double()
         self._wait()
         return finite
@@ -297,7 +297,7 @@ class BufferedGradients(ModuleGradients):
     def _start(self, place: int) -> None:
         bucket = self.buckets[place]
         with torch.no_grad(), torch.profiler.record_function(f"{self.name} gradient sums"):
-            # The extremes are finite if all elements are; NaN counts as both. Many times as fast as a norm.
+            # The minimum and maximum are finite only if all elements are finite; `aminmax` is much faster than a norm.
             self._extremes.extend(torch.aminmax(bucket.gradients))
             sums: Callable[..., Any] = dist.all_reduce
             tensors = [bucket.gradients]
@@ -309,17 +309,17 @@ class BufferedGradients(ModuleGradients):
 
 
 Reader = tuple[nn.Module, Collection[nn.Parameter]]
-"""A module that waits for its weights before it runs, and these weights."""
+"""A module that waits for weights before it runs, and the parameters that it waits for."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BufferedWeights(ModuleWeights):
-    """Weights that each rank stores whole, and gathers bucket by bucket if ranks update shares of them.
+    """Weights that each rank stores in full, and gathers bucket by bucket if ranks update shares of the weights.
 
     Attributes:
         name: name of the module.
-        buckets: the buckets that are gathered, in the order in which they are read; none unless ranks update shares.
-        overlaps: whether a stage may run before all weights arrive: its `units()` wait for theirs.
+        buckets: the buckets to gather, in the order in which weights are read; empty unless ranks update shares.
+        overlaps: whether a stage may run before all weights arrive: each of its `units()` then waits for its weights.
     """
 
     name: str
@@ -328,7 +328,7 @@ class BufferedWeights(ModuleWeights):
     _works: dict[int, dist.Work] = field(default_factory=dict[int, dist.Work])
 
     def hold_back(self, readers: Iterable[Reader]) -> None:
-        """Let each module wait for its weights before it runs."""
+        """Register hooks that make each module wait for its weights before it runs."""
         places = {id(p): place for place, bucket in enumerate(self.buckets) for p in bucket.parameters}
         for module, parameters in readers:
             if read := sorted({places[id(p)] for p in parameters if id(p) in places}):
@@ -341,7 +341,7 @@ class BufferedWeights(ModuleWeights):
 
     @override
     def publish(self) -> None:
-        """Begin to gather the weights that each rank has updated. Collective."""
+        """Begin to gather the weights that the ranks have updated. Collective over the group."""
         self.wait()
         with torch.profiler.record_function(f"{self.name} weights"):
             for place, bucket in enumerate(self.buckets):
@@ -354,7 +354,7 @@ class BufferedWeights(ModuleWeights):
 
     @override
     def wait(self, places: Iterable[int] | None = None) -> None:
-        """Make the weights of the buckets at `places`, by default of all, visible to later computation."""
+        """Wait for the gathers of the buckets with the indices `places`, by default of all buckets."""
         for place in list(self._works) if places is None else places:
             if (work := self._works.pop(place, None)) is not None:
                 work.wait()
@@ -365,8 +365,8 @@ class BufferedWeights(ModuleWeights):
 
 
 def readers_of_stage(stage: Any) -> list[Reader]:
-    """Return the modules that wait for weights: the stage itself, with the parameters in none of its `units()`, and the
-    units.
+    """Return the modules that wait for weights: the stage, for the parameters that are in none of its `units()`, and
+    the units, each for its parameters.
     """
     units = [(unit.module, list(unit.module.parameters())) for unit in units_of(stage)]
     inside = {id(p) for _, parameters in units for p in parameters}
@@ -374,7 +374,7 @@ def readers_of_stage(stage: Any) -> list[Reader]:
 
 
 def in_reading_order(buckets: Iterable[Bucket], readers: Sequence[Reader]) -> list[Bucket]:
-    """Sort buckets by the first of the `readers`, which are in the order in which they run."""
+    """Sort buckets by the first reader of their parameters. `readers`: all readers, in the order in which they run."""
     first_read = dict[int, int]()
     for place, (_, parameters) in enumerate(readers):
         for parameter in parameters:
@@ -383,7 +383,7 @@ def in_reading_order(buckets: Iterable[Bucket], readers: Sequence[Reader]) -> li
 
 
 def units_of(stage: Any) -> list[Gathered]:
-    """The `units()` of a stage, in the order in which they run; none without that method."""
+    """Return the `units()` of a stage, in the order in which they run; an empty list without that method."""
     named = stage.units() if hasattr(stage, "units") else ()
     return [unit if isinstance(unit, Gathered) else Gathered(unit) for unit in named]
 
@@ -400,19 +400,19 @@ def in_buffers(
     gradients: torch.dtype,
     adds_up: bool,
 ) -> tuple[BufferedWeights, BufferedGradients]:
-    """Allocate buffers for the models of a module's stages: each rank stores all weights and gradients.
+    """Allocate buffers for the stages of a module on this rank. Each rank stores all weights and gradients.
 
     Args:
         name: name of the module.
         parameters: parameters of all stages in one view, by name.
         chunks: models of the stages.
-        group: the ranks that hold the same parameters.
-        in_one_bucket: whether sums begin when all gradients are there: on stages whose backward pass is not the last
-            of the step.
-        prefers_all_reduce: whether the platform sums everything for each rank, as gloo does.
-        sharded: whether each rank updates a share.
-        gradients: dtype of the buffers.
-        adds_up: whether a backward pass gives parameters several gradients.
+        group: the ranks with the same parameters.
+        in_one_bucket: whether sums begin only when all gradients are complete, for stages whose backward pass is not
+            the last of the step.
+        prefers_all_reduce: whether to use all-reduce instead of reduce-scatter, as with gloo.
+        sharded: whether each rank updates a share of the weights.
+        gradients: dtype of the gradient buffers.
+        adds_up: whether one backward pass may compute several gradients of a parameter.
     """
     in_view = {id(p) for p in parameters.values() if p.requires_grad}
     trained = [p for p in dict.fromkeys(p for chunk in chunks for p in chunk.parameters()) if id(p) in in_view]

@@ -1,18 +1,18 @@
-"""One step on one rank: a loop over its actions, independent of their builder. `schedule.actions` specifies actions,
-and `schedule.contract` the interface of the models.
+"""Executes one training step on one rank, as a loop over the rank's actions in a schedule. `schedule.actions` specifies
+the actions, and `schedule.contract` the interface of the models.
 
-Crossings and transfers are explicit, not autograd's: outputs are detached where they leave a rank and become leaves
-where they arrive, so that every rank takes part even if it holds no row.
+Communication is explicit, not autograd's: tensors are detached on the sending rank and become leaves on the receiving
+rank, so that every rank takes part in each collective even if it has no rows.
 
-To overlap communication, tokens are embedded before rows are waited for, and the gradients of rows leave as soon as
-they are computed, during the text module's backward.
+To overlap communication with computation, tokens are embedded before the rank waits for encoder rows, and gradients of
+rows are sent as soon as they are computed, during the text module's backward pass.
 
-If one call of an encoder computes several micro-batches, the call is made in the forward of the first and the backward
-of the last; the actions of the others do nothing, as in a micro-batch without images. All of them are in one turn of
-the encoder, in which no other action depends on the call.
+One call of an encoder may compute several micro-batches. It then runs in the forward action of the first micro-batch,
+and its backward pass in the backward action of the last one; the actions of the other micro-batches do nothing. All
+these actions are in one turn of the encoder, in which no other action depends on the call.
 
-An input in chunks (`InParts`) saves memory: forward passes build no graph, and the backward pass of a chunk follows its
-second forward pass.
+An input in chunks (`InChunks`) saves memory: forward passes build no graph, and the backward pass of each chunk runs
+directly after a second forward pass of that chunk.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ SUMS = "the sums of gradients over ranks"
 
 
 class StepExecution:
-    """One step on one rank.
+    """Executes one step on one rank.
 
-    A micro-batch is loaded by the first action that names it. Its forward pass through a stage reads what a `wait` or
-    `finish` has received, and stores outputs, which a `send` or `start` takes. Its backward pass takes received
-    gradients, and outputs with a graph; inputs stay until their gradients have been sent. All of this is in one
-    `LiveMicroBatch`, which is dropped after the last action that names it; tensors on their way are in `sends`.
+    The first action that names a micro-batch loads it. A forward pass reads what a `wait` or `finish` has received, and
+    stores outputs, which a `send` or `start` then sends. A backward pass reads received gradients and the outputs that
+    have a graph; inputs are stored until their gradients have been sent. A `LiveMicroBatch` stores all these tensors
+    and is dropped after the last action that names the micro-batch. `sends` has the tensors of unfinished sends.
     """
 
     def __init__(self, resources: RankResources, schedule: Schedule, load: Callable[[int], MicroBatchInputs]):
@@ -84,27 +84,27 @@ class StepExecution:
         self.last_of_stage = _last({i: action.place for i, action in backward.items()})
         self.last_of_micro_batch = _last({i: action.micro_batch for i, action in enumerate(self.actions)})
         self.live: dict[int, LiveMicroBatch] = {}
-        # Calls that compute several micro-batches, by module and each of these micro-batches.
+        # For each module and micro-batch, the range of micro-batches that one call of the module computes.
         self.calls: dict[tuple[str, int], range] = {}
         self.sends: deque[tuple[dist.Work, Tensor, Action]] = deque()
-        # By module, the irecvs of gradients whose shape is not yet known, in order.
+        # For each module, the irecv actions of gradients whose shape is not yet known, in order.
         self.deferred: defaultdict[str, deque[Action]] = defaultdict(deque)
-        # Sums of this rank, by module.
+        # The sums of losses and metrics on this rank, by module.
         self.losses = dict[str, Tensor]()
         self.metrics = {name: dict[str, Tensor]() for name in resources.topology.layouts}
-        # Runs after which the weights of a gathered stage stay gathered.
+        # The `run` actions after which the weights of a gathered stage stay gathered.
         self.stays_gathered = set[Action]()
         for module, zero in {module: stages[0].zero for (module, _), stages in resources.gathered.items()}.items():
             self.stays_gathered.update(stays_gathered(self.actions, schedule.module[module], zero))
 
     def run(self) -> StepResult:
-        """Execute the actions. Returns the sums of this rank."""
+        """Execute all actions of this rank. Returns the sums of losses and metrics on this rank."""
         handlers = {
             "run": self._run, "send": self._send, "irecv": self._irecv, "wait": self._wait, "start": self._start,
             "finish": self._finish,
         }  # fmt: skip
         for gathered in chain.from_iterable(self.resources.gathered.values()):
-            gathered.before_run(gathered.zero == 2)  # Tokens may be embedded before the first run.
+            gathered.before_run(gathered.zero == 2)  # The `embed` method may read weights before the first run.
         for position, action in enumerate(self.actions):
             self.position = position
             with self._watched(action), self.resources.watch.lap(self._timed_as(action), str(action)):
@@ -122,15 +122,15 @@ class StepExecution:
         return StepResult(losses[0] if len(losses) == 1 else torch.stack(losses).sum(), self.losses, self.metrics)
 
     def _start_sums(self, module: str) -> None:
-        """Begin to sum the module's gradients, which are complete, even if the rank computed none."""
+        """Begin to sum the module's complete gradients over ranks, even if this rank computed no gradient."""
         if self.optimizer is not None:
             with self.resources.watchdog.doing(lambda: f"{SUMS}, with all other ranks,"):
                 self.optimizer.start_sums(module)
 
     @contextlib.contextmanager
     def _watched(self, action: Action) -> Iterator[None]:
-        """Name the action to the watchdog, and in a note on errors of process groups."""
-        # The watchdog stores this until the device has executed the action: it refers to no tensor.
+        """Report the action to the watchdog, and name it in a note on each `RuntimeError` raised inside."""
+        # The watchdog stores the description until the device has executed the action: it must not refer to tensors.
         description = partial(describe_action, self.schedule, self.rank, action)
         with self.resources.watchdog.doing(description):
             try:
@@ -140,13 +140,13 @@ class StepExecution:
                 raise
 
     def _timed_as(self, action: Action) -> str:
-        """Return the name under which the stopwatch adds up the time of an action."""
+        """Return the stopwatch category of an action: its module, `boundary` or `pipeline`."""
         if action.op == "run":
             return action.module
         return "boundary" if action.op in ("start", "finish") else "pipeline"
 
     def _micro_batch(self, number: int) -> LiveMicroBatch:
-        """Return what the rank stores of a micro-batch, which is loaded if this is the first action that names it."""
+        """Return the state of a micro-batch on this rank. The first access loads the micro-batch."""
         if number not in self.live:
             batch = self.load(number)
             require_fits(number, batch, self.schedule)
@@ -156,16 +156,16 @@ class StepExecution:
         return self.live[number]
 
     def _activation(self, action: Action, micro_batch: int | None = None) -> Activation:
-        """Return what the stage of an action stores of its micro-batch, or of another."""
+        """Return the tensors that the stage of an action stores for `micro_batch`, by default the action's."""
         return self._micro_batch(action.micro_batch if micro_batch is None else micro_batch).stages[action.place]
 
     def _call(self, action: Action) -> range:
-        """Return the micro-batches that one call computes together with the micro-batch of an action."""
+        """Return the range of micro-batches that one model call computes together, including the action's."""
         m = action.micro_batch
         return self.calls.get((action.module, m), range(m, m + 1))
 
     def _module_input(self, action: Action) -> Any:
-        """Return the input of an action's module; None if the module is absent from the micro-batch."""
+        """Return the input of an action's module; None if the micro-batch has no input for the module."""
         return self._micro_batch(action.micro_batch).batch.inputs.get(action.module)
 
     def _model(self, action: Action) -> Any:
@@ -189,7 +189,7 @@ class StepExecution:
             self._forward(action)
 
     def _before_run(self, action: Action, *, more: bool = False) -> None:
-        """Notify gathered stages. `more`: whether other chunks of the input follow in the same action."""
+        """Notify gathered stages of a run. `more`: whether other chunks of the input follow in the same action."""
         for gathered in self.resources.gathered.get(action.place, ()):
             last = replace(action, micro_batch=self._call(action)[-1])
             gathered.before_run(last in self.stays_gathered or (more and gathered.zero == 2))
@@ -199,7 +199,7 @@ class StepExecution:
         activation = self._activation(action)
         goes_back = module.backward and (action.kind == "R" or not module.recomputes)
         keeps = goes_back and not isinstance(given, InChunks)
-        # A forward pass that is recomputed draws the same random numbers.
+        # A recomputed forward pass must draw the same random numbers as the first one.
         random_state = contextlib.nullcontext() if action.kind == "F" else self._random_state(activation.random_state)
         activation.random_state = self._read_random_state() if action.kind == "F" and module.recomputes else None
         with torch.set_grad_enabled(keeps), random_state:
@@ -212,8 +212,8 @@ class StepExecution:
             self._store(action, inputs, outputs, keeps=keeps)
 
     def _inputs(self, action: Action, *, goes_back: bool) -> list[Any]:
-        """Return the arguments of a stage's model beside the module's input. `goes_back`: whether a backward pass
-        follows.
+        """Return the arguments that a stage's model takes after the module's input: hidden states or embedded tokens,
+        and rows. `goes_back`: whether a backward pass follows.
         """
         inputs, activation = [], self._activation(action)
         if action.stage != 0:
@@ -230,7 +230,7 @@ class StepExecution:
     def _forward_in_chunks(
         self, action: Action, given: InChunks, inputs: Sequence[Any], *, goes_back: bool
     ) -> dict[str, Tensor] | None:
-        """Run each chunk forward. Returns their outputs, joined; None if only the backward pass needs them."""
+        """Run each chunk forward. Returns the joined outputs; None if only the backward pass needs outputs."""
         random_state = self._read_random_state() if goes_back else None
         outputs = None
         if action.kind == "F" or not self._is_last_stage(action):
@@ -243,12 +243,12 @@ class StepExecution:
         return outputs
 
     def _store(self, action: Action, inputs: Sequence[Any], outputs: dict[str, Tensor], *, keeps: bool) -> None:
-        """Add the loss of a forward pass to the sum, and store the other outputs. `keeps`: whether they have a graph,
-        which the backward pass needs.
+        """Add the loss of a forward pass to the module's sum, and store the outputs of the stage. `keeps`: whether the
+        outputs have a graph for the backward pass.
         """
         self._require_result(action, outputs)
         if action.kind == "R" and not keeps:
-            outputs = {HIDDEN: outputs[HIDDEN]}  # The rows have crossed already.
+            outputs = {HIDDEN: outputs[HIDDEN]}  # The first forward pass has already sent the rows.
         if LOSS in outputs:
             if action.kind == "F":
                 loss = outputs[LOSS].detach()
@@ -258,7 +258,7 @@ class StepExecution:
                     self.losses[action.module] = loss.to(torch.float32, copy=True)
             if keeps and self.checks and not outputs[LOSS].requires_grad:
                 require_frozen(*action.place, self._model(action), inputs, outputs[LOSS])
-            if not keeps:  # Nothing goes back in an evaluation, or before a recomputed forward.
+            if not keeps:  # No backward pass starts from this loss: evaluation, or the forward pass is recomputed.
                 del outputs[LOSS]
         activation = self._activation(action)
         if len(call := self._call(action)) > 1:
@@ -270,12 +270,12 @@ class StepExecution:
         self._receive_deferred(action.module)
 
     def _outputs(self, action: Action, given: Any, inputs: Sequence[Any]) -> dict[str, Tensor]:
-        """Call the model of a stage, and check what it returns. Returns its outputs by name."""
+        """Call the model of a stage, check the outputs and return them by name."""
         with without_ddp(self.rank, *action.place) if self.checks else contextlib.nullcontext():
             output: StageOutput = self._model(action)(given, *inputs)
         is_last = self._is_last_stage(action)
         expected = [*([] if is_last else [HIDDEN]), *self._crossing_names(action)] or [LOSS]
-        # A module that feeds others may also have a loss.
+        # A module that feeds other modules may also return a loss.
         may_have = [LOSS] if is_last and expected != [LOSS] else []
         if is_last and isinstance(output, Mapping) and METRICS in output:
             output = dict(output)
@@ -297,8 +297,8 @@ class StepExecution:
             sums[name] = sums[name] + value.detach() if name in sums else value.detach().clone()
 
     def _split_call(self, action: Action, outputs: Mapping[str, Tensor], call: range, *, keeps: bool) -> None:
-        """Split the rows that a call returned by micro-batch, without copies. Outputs with a graph are also stored as a
-        whole until the backward of the last micro-batch.
+        """Split the rows of a call into views, one for each micro-batch. If `keeps`, also store the whole outputs with
+        their graph until the backward pass of the last micro-batch.
         """
         if keeps:
             self._activation(action, call[-1]).called = dict(outputs)
@@ -312,11 +312,11 @@ class StepExecution:
                 first = rows.stop
 
     def _crossing_names(self, action: Action) -> list[str]:
-        """Return the names of outputs of an action's stage that cross along some edge."""
+        """Return the names of the outputs that an action's stage sends to other modules."""
         return list(dict.fromkeys(name for edge in self._leaving(action) for name in self.graph.outputs_of(edge)))
 
     def _leaving(self, action: Action) -> tuple[Edge, ...]:
-        """Return the edges that leave the stage of an action."""
+        """Return the edges of the module graph that leave the stage of an action."""
         return self.schedule.leaving.get(action.place, ())
 
     def _read_random_state(self) -> Any:
@@ -324,7 +324,7 @@ class StepExecution:
 
     @contextlib.contextmanager
     def _random_state(self, state: Any) -> Iterator[None]:
-        """Draw random numbers as from `state` inside. Later draws are unaffected."""
+        """Set the random state to `state` inside the context, and restore the previous state after it."""
         read, write = random_states(self.resources.topology.platform)
         outside = read()
         write(state)
@@ -334,17 +334,17 @@ class StepExecution:
             write(outside)
 
     def _rows_of_stage(self, action: Action) -> list[Tensor | dict[str, Tensor]]:
-        """Return the rows that enter a stage, as its arguments."""
+        """Return the rows that enter a stage, as a list of zero or one arguments of the stage's model."""
         edges = self.schedule.entering.get(action.place, ())
         if not edges:
-            # The text module takes rows even if no encoder enters its first stage.
+            # The text module's first stage has an argument for rows even if no encoder sends rows to it.
             takes_rows = action.stage == 0 and self.schedule.module[action.module].style == "text"
             width = self.graph.width if isinstance(self.graph.width, int) else 0
             return [self._no_rows(width)] if takes_rows else []
         rows_by_name = defaultdict[str, list[Tensor]](list)
         entered = self._micro_batch(action.micro_batch).rows
         for edge in edges:
-            # Rows live until their gradients leave, if any.
+            # Received rows are stored until their gradients are returned, if the edge returns gradients.
             received = entered.get(edge) if self.schedule.returns(edge) else entered.pop(edge, None)
             leaves = {} if received is None else received.leaves
             for name in self.graph.outputs_of(edge):
@@ -353,7 +353,7 @@ class StepExecution:
         return [rows[ROWS] if rows.keys() == {ROWS} else rows]
 
     def _embed(self, module: str, number: int) -> None:
-        """Run the `embed` of a module's first stage, if it has one and has not run."""
+        """Call the `embed` method of a module's first stage, if it has one and has not run for this micro-batch."""
         micro_batch = self._micro_batch(number)
         activation = micro_batch.stages[module, 0]
         if activation.embedded is not None or not self.resources.modules[module].embeds:
@@ -374,13 +374,13 @@ class StepExecution:
             names = self.graph.outputs_of(edge)
             if arrived := [row_grads.pop((edge, m)) for m in call if (edge, m) in row_grads]:
                 whole = torch.cat(arrived) if len(arrived) > 1 else arrived[0]
-                arrived.clear()  # Otherwise they would use memory during the backward pass.
+                arrived.clear()  # Free the gradients: they would use memory during the backward pass.
                 for name, grad in zip(names, whole.chunk(len(names), dim=1), strict=True):
-                    # Rows that several modules take have gradients from each.
+                    # Rows that are sent to several modules receive a gradient from each.
                     grads[name] = grad if (other := grads.get(name)) is None else other + grad
         if activation.in_chunks is not None:
             self._backward_in_chunks(action, *activation.in_chunks, grads)
-            activation.in_chunks = None  # The patches of all chunks are on the device until here.
+            activation.in_chunks = None  # Free the patches of all chunks, which are on the device.
         else:
             self._before_run(action)
             self._backpropagate(action, outputs, grads, is_last=True)
@@ -388,10 +388,10 @@ class StepExecution:
     def _backpropagate(
         self, action: Action, outputs: Mapping[str, Tensor], grads: Mapping[str, Tensor | None], *, is_last: bool
     ) -> None:
-        """Run autograd from outputs with a graph. `is_last`: whether no other chunk of the action's input follows."""
+        """Run autograd from the outputs that have a graph. `is_last`: whether this is the last chunk of the action."""
         if is_last and self.position in self.last_of_stage and self.optimizer is not None:
             self.optimizer.expect(*action.place)
-        # Outputs of a frozen first stage require no gradient; rows that no module takes get none.
+        # Outputs of a frozen first stage require no gradient, and rows that no module uses have no gradient.
         names = [name for name, output in outputs.items() if output.requires_grad and name in grads]
         if names:
             torch.autograd.backward([outputs[name] for name in names], [grads[name] for name in names])
@@ -399,7 +399,7 @@ class StepExecution:
     def _backward_in_chunks(
         self, action: Action, given: InChunks, random_state: Any, grads: Mapping[str, Tensor | None]
     ) -> None:
-        """Run each chunk forward once more, and backward. `grads`: gradients of the concatenated outputs."""
+        """Recompute and back-propagate each chunk. `grads`: gradients of the concatenated outputs, by name."""
         hidden = self._activation(action).hidden
         arguments = inputs_of_chunks(self._model(action), given, hidden)
         starts = dict.fromkeys(grads, 0)
@@ -413,7 +413,7 @@ class StepExecution:
                         chunk_grads[name] = grad.narrow(0, starts[name], len(outputs[name]))
                         starts[name] += len(outputs[name])
                 self._backpropagate(action, outputs, chunk_grads, is_last=is_last)
-                del outputs  # Otherwise they would use memory while the next chunk runs.
+                del outputs  # Free the outputs: they would use memory while the next chunk runs.
         if hidden is not None and hidden.requires_grad:
             hidden.grad = torch.cat([grad_of(leaf) for (leaf,) in arguments])
 
@@ -445,7 +445,7 @@ class StepExecution:
                 self.checks.publish(f"{link} expects", tuple(shape))
             self._receive(action, shape)
             return
-        # A gradient has the shape of its output, which may be computed only after the irecv.
+        # A gradient has the shape of the output, which this rank may compute only after this irecv action.
         self.deferred[action.module].append(action)
         self._receive_deferred(action.module)
 
@@ -471,14 +471,14 @@ class StepExecution:
         activation.received[action.kind] = buffer
 
     def _require_shape(self, action: Action, sender: int, found: Sequence[int], expected: Sequence[int]) -> None:
-        """Raise `UserError` unless hidden states fit the next stage's buffer."""
+        """Raise `UserError` unless sent hidden states have the shape of the next stage's buffer."""
         shape = f"hidden states of shape {tuple(found)} from rank {sender}"
         wanted = f"{tuple(expected)}, the `hidden_shape` of the next stage"
         wrong = "`hidden_shape`, or what the stage before it returns"
         self._require(tuple(found) == tuple(expected), action, shape, wanted, wrong)
 
     def _link(self, action: Action, sender: int) -> str:
-        """Name a transfer of hidden states between two stages, the same on both ranks."""
+        """Return a name for the transfer of hidden states between two stages, equal on both ranks."""
         stage = action.stage if action.op != "send" else action.peer
         return f"{action.module} {action.kind} {stage} {sender}"
 
@@ -486,7 +486,7 @@ class StepExecution:
         return self.schedule.peer_rank(self.rank, action)
 
     def _pipeline(self, action: Action) -> dist.ProcessGroup:
-        """Return the group of an action's link, one direction between two ranks."""
+        """Return the process group of an action's transfers: one direction between two ranks."""
         use = use_of(self.schedule, action)
         assert isinstance(use, Link), f"{action} is no pipeline transfer"
         return self.resources.topology.pipelines[action.module][use.direction, use.sender]
@@ -516,7 +516,7 @@ class StepExecution:
             crossings["B", edge] = communicator.start_backward(plan, grads)
 
     def _encoded(self, edge: Edge, micro_batch: LiveMicroBatch) -> Tensor:
-        """Return this rank's rows that cross, outputs side by side; no rows on ranks that only receive."""
+        """Return the rows that this rank sends along an edge, outputs concatenated along dim 1; empty on receivers."""
         place = edge.source, self.schedule.stages_of(edge)[0]
         activation = micro_batch.stages[place]
         if not activation.outputs:
@@ -525,8 +525,8 @@ class StepExecution:
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
 
     def _take(self, place: StageId, activation: Activation, name: str, edge: Edge | None = None) -> Tensor:
-        """Return an output that leaves the rank. The last use frees it if no gradient returns: recomputed or
-        frozen.
+        """Return an output to send, detached. The last use removes an output without a graph (frozen, or recomputed
+        later) from the stored outputs.
         """
         outputs = activation.outputs
         others = [e for e in self.schedule.leaving.get(place, ()) if name in self.graph.outputs_of(e)]
@@ -551,8 +551,8 @@ class StepExecution:
             last.stages[edge.source, left].row_grads[edge, action.micro_batch] = arrived
 
     def _return_rows_early(self, action: Action) -> None:
-        """Start this rank's next crossing during the backward pass, once its gradients are computed, if it returns
-        gradients of rows that entered the stage.
+        """If this rank's next crossing returns gradients of rows that entered the stage, start the crossing as soon as
+        the backward pass has computed these gradients.
         """
         following = early_start(self.schedule, self.actions, self.position)
         entered = self._micro_batch(action.micro_batch).rows
@@ -560,7 +560,7 @@ class StepExecution:
             entered[following.edge].when_gradients_are_computed(lambda: self._start(following))
 
     def _require_result(self, action: Action, outputs: Mapping[str, Tensor]) -> None:
-        """Check the shapes of rows that cross."""
+        """Check the shapes of the rows that a stage sends to other modules. Raises `UserError`."""
         for edge in self._leaving(action):
             plans = (self._micro_batch(m).batch.rows.get(edge) for m in self._call(action))
             if not (rows := [plan.forward.held for plan in plans if plan is not None]):
@@ -574,7 +574,7 @@ class StepExecution:
     def _require(
         self, fits: bool, action: Action, found: str, expected: str, wrong: str = "what the model of the stage returns"
     ) -> None:
-        """Raise `UserError` unless a model's output `fits`."""
+        """Raise `UserError` for a model's output unless `fits`. `wrong`: what the user should correct."""
         if not fits:
             where = f"micro-batch {action.micro_batch} of `{action.module}`, stage {action.stage}"
             raise UserError.at(where, found=found, expected=expected, fix=f"correct {wrong}")
@@ -584,5 +584,5 @@ class StepExecution:
 
 
 def _last(keys: Mapping[int, Hashable]) -> frozenset[int]:
-    """Return the last position of each key. `keys`: keys by position, ascending."""
+    """Return the last position of each distinct key. `keys`: keys by position, in ascending order."""
     return frozenset({key: position for position, key in keys.items()}.values())

@@ -1,4 +1,4 @@
-"""Builds this rank's stages of a module of a model family, with their weights, sharded by its ZeRO stage."""
+"""Builds and loads this rank's stages of a module of a model family, sharded by the module's ZeRO stage."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class _RankView:
     Attributes:
         view: the view.
         group: the ranks with the same parameters.
-        maps: for each rank that holds shards of the view's parameters, the weight map of each stage.
-        local: the weight maps of this rank's stages.
+        maps: for each rank with a different shard of the view's parameters, the weight map of each stage.
+        local: the weight map of each stage on this rank.
     """
 
     view: View
@@ -52,13 +52,13 @@ class _RankView:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Names of this rank's parameters, in the whole module."""
+        """The names in the whole module of this rank's parameters in the view."""
         return frozenset(_merged(self.local))
 
 
 def build_module(module: ModuleJob, topology: Topology, weights: WeightSource) -> tuple[TrainedModule, ...]:
-    """Build this rank's stages of a module, as one `TrainedModule` for each view of its layout. Raises `UserError` for
-    a backend that is not usable here, or weights that are not the module's.
+    """Build this rank's stages of a module, and return a `TrainedModule` for each view of its layout. Raises
+    `UserError` for a backend that is not available on the platform, or weights that do not belong to the module.
     """
     layout, settings = module.layout, module.settings
     coordinate = layout.coordinate(topology.rank)
@@ -87,8 +87,8 @@ def build_module(module: ModuleJob, topology: Topology, weights: WeightSource) -
     }
     tied = next(filter(None, map(module.shape.architecture.tied_parameter, stages)), None)
     if tied is not None and shard is None:
-        # A bucket to itself: a sharded optimizer then cuts both copies in the same way, so that the ranks that hold the
-        # same elements of both are those that differ in `pp` alone.
+        # Give the parameter a separate bucket: a sharded optimizer then shards both copies equally, so that ranks that
+        # differ only in `pp` update the same elements of both copies.
         parameters[tied].shared_embedding = True  # pyright: ignore[reportAttributeAccessIssue]
     trained_views = list[TrainedModule]()
     for number, view in enumerate(views):
@@ -117,7 +117,7 @@ def build_module(module: ModuleJob, topology: Topology, weights: WeightSource) -
 def _shard(
     module: ModuleJob, topology: Topology, views: Sequence[_RankView], trained: Collection[str]
 ) -> Callable[..., tuple[ShardedStage, ...]]:
-    """Return a function that shards a stage, given its model, its names and `load`, by the settings of the module."""
+    """Return a function that shards a stage by the module's settings, given the model, a name function and `load`."""
     return partial(
         shard_stage,
         group=views[0].group,
@@ -138,7 +138,7 @@ def _stored(
     chunks: Sequence[Any],
     stages: tuple[ShardedStage, ...] | None,
 ) -> tuple[ModuleWeights, ModuleGradients]:
-    """Return the weights and gradients of a view: in the sharded `stages`, or in buffers if there are none."""
+    """Return the weights and gradients of a view, in the sharded `stages` if given, else in new flat buffers."""
     key = module.name if view.view == MAIN else f"{module.name}.{view.view.name}"
     if stages is not None:
         return in_shards(key, parameters, view.group, stages)
@@ -156,12 +156,12 @@ def _stored(
 
 
 def _adds_up(module: ModuleJob) -> bool:
-    """Return whether a backward pass gives parameters several gradients, one for each chunk of tokens."""
+    """Return whether a backward pass computes several gradients of a parameter, one for each chunk of tokens."""
     return module.recompute.chunk > 0
 
 
 def _with_overlap(module: ModuleJob, site: Site, offload: ActivationOffload | None, stage: PipelineStage) -> Any:
-    """Build the torch module of a stage, whose layers overlap their exchanges over tp if the record says so."""
+    """Build the model of a stage. With `tp_overlap`, its layers overlap tensor-parallel communication."""
     model = module.model(site, stage, offload)
     if (chunks := module.settings.tp_overlap) > 1:
         try:
@@ -185,8 +185,8 @@ def _build_stage(
     trained: Collection[str],
     shard: Callable[..., tuple[ShardedStage, ...]] | None,
 ) -> tuple[Any, tuple[ShardedStage, ...]]:
-    """Build the model of a stage with its weights, which `shard` shares among ranks if it is given. Returns the model,
-    and the sharded stage in each view.
+    """Build the model of a stage and load its weights, sharded by `shard` if it is given. Returns the model, and the
+    sharded stage in each view.
     """
     if shard is None:
         model = build()
@@ -202,7 +202,7 @@ def _build_stage(
 
 
 def named_parameters(model: torch.nn.Module, stage: PipelineStage | None) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of a stage (None: a whole module), by their names in the whole module."""
+    """Return the parameters of `model` by their names in the whole module. `stage`: None for a whole module."""
     return {name if stage is None else stage.global_name(name): p for name, p in model.named_parameters()}
 
 
@@ -213,9 +213,9 @@ def load_parameters(
     stage: PipelineStage | None,
     copies: Mapping[str, str],
 ) -> None:
-    """Read the slices of each parameter. Parameters and map must have the same names.
+    """Load each parameter of a stage from `weights`. The parameters and the weight map must have the same names.
 
-    `copies`: tensors that the folder may store a second time, and their originals.
+    `copies`: names of tensors that the folder may store as copies, and of their originals. Raises `UserError`.
     """
     parameters = named_parameters(model, stage)
     _require_same_names(parameters, weight_map)
@@ -234,7 +234,7 @@ def _require_same_names(parameters: Collection[str], weight_map: WeightMap) -> N
 
 
 def _require_equal_copies(weight_map: WeightMap, weights: WeightSource, copies: Mapping[str, str]) -> None:
-    """Check that copies in the folder of a tied model are equal, in the rows of this rank. Raises `UserError`."""
+    """Check that stored copies of tied tensors equal the originals in this rank's rows. Raises `UserError`."""
     slices = {tensor_slice for parameter_slices in weight_map.values() for tensor_slice in parameter_slices}
     used = {tensor_slice.name for tensor_slice in slices}
     for copy, original in copies.items():

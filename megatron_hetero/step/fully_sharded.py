@@ -1,11 +1,11 @@
-"""ZeRO stages 2 and 3 with PyTorch's FSDP2 (`fully_shard`), under the one rule for gradients.
+"""ZeRO stages 2 and 3 with PyTorch's FSDP2 (`fully_shard`), following the rule for gradients in `gradients`.
 
-A stage consists of *units*: each layer, an embedding, and the rest; modules inside these with parameters of a further
-view are units of their own. All ranks of the group that sums its gradients gather the weights of a unit when it runs,
-and drop them afterwards. Each backward pass reduce-scatters the gradients of a unit, as sums and in the dtype in which
-they are accumulated; they are added up here and not in `.grad`, whose dtype is that of the weights. A rank stores rows
-[rank * k, rank * k + k) of each parameter, with k = ceil(rows / ranks): a flat range, as with the distributed
-optimizer.
+A stage consists of *units*: each layer, the embedding, and the rest of the stage; submodules of these whose parameters
+are in a further view are separate units. The ranks that sum a unit's gradients all-gather its weights when it runs, and
+free the gathered weights afterwards. Each backward pass reduce-scatters the gradients of a unit, as sums and in the
+accumulation dtype; the sums are accumulated in buffers of this module, not in `.grad`, which has the weights' dtype. A
+rank stores rows [rank * k, rank * k + k) of each parameter, with k = ceil(rows / ranks): a flat range, as in the
+distributed optimizer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_hetero.step.gradient_state import GradientState
 from megatron_hetero.step.module import ModuleGradients, ModuleWeights, Range, TrainedModule
 
 Load = Callable[[str, Tensor], None]
-"""Fills a parameter, by its name."""
+"""A function that fills the given parameter tensor with the values of the parameter of the given name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,10 +43,10 @@ class Unit:
     """A module of a stage whose weights are gathered in one collective.
 
     Attributes:
-        module: the module.
+        module: the module, wrapped by FSDP2.
         gradients: gradients of this rank's rows of the trained parameters, padded to the size on the first rank.
-        places: where the gradient of each parameter begins in them.
-        read_again: whether the weights are read after the module has run.
+        places: the offset of each parameter's gradient in `gradients`, by name.
+        read_again: whether the weights are read again after the module has run.
     """
 
     module: Any
@@ -60,10 +60,10 @@ class ShardedStage:
     """The weights of a stage in one view, which are gathered when it runs.
 
     Attributes:
-        units: in the order in which they run; in the main view the last is the model itself, with the parameters that
-            are in no other unit.
-        gradients: gradients of all units, concatenated.
-        zero: 2 or 3.
+        units: the units in the order in which they run. In the main view the last unit is the model itself, with the
+            parameters that are in no other unit.
+        gradients: the concatenated gradients of all units.
+        zero: the ZeRO stage, 2 or 3.
     """
 
     units: tuple[Unit, ...]
@@ -81,7 +81,7 @@ class ShardedStage:
 
 @dataclass(frozen=True, eq=False)
 class ShardedWeights(ModuleWeights):
-    """Each rank stores and updates its rows of each parameter of a view, which `stages` gather when they run."""
+    """Weights of which each rank stores and updates a range of rows; `stages` gather full weights when they run."""
 
     stages: tuple[ShardedStage, ...]
 
@@ -96,7 +96,7 @@ class ShardedWeights(ModuleWeights):
 
     @override
     def publish(self) -> None:
-        """Drop weights that are still gathered."""
+        """Free weights that are still gathered, which the update has made outdated."""
         for stage in self.stages:
             for unit in stage.units:
                 unit.module.reshard()
@@ -112,14 +112,14 @@ class ShardedWeights(ModuleWeights):
 
 
 class ShardedGradients(ModuleGradients):
-    """Each backward pass sums the gradients of a view, and a rank accumulates them for the rows that it stores."""
+    """Gradients that each backward pass reduce-scatters; each rank accumulates the sums for the rows that it stores."""
 
     reduces_early: ClassVar[bool] = True
 
     def __init__(self, name: str, weights: ShardedWeights):
         self.state, self._weights = GradientState(name), weights
         units = (unit for stage in weights.stages for unit in stage.units)
-        # The gradient of each trained parameter, flat, from this rank's first element on.
+        # For each trained parameter, a flat view of the gradients that begins at the parameter's gradient.
         self._by_name = {name: unit.gradients[start:] for unit in units for name, start in unit.places.items()}
 
     @property
@@ -144,7 +144,7 @@ class ShardedGradients(ModuleGradients):
 
     @override
     def finish(self) -> Tensor:
-        """Check the sums that backward passes have formed."""
+        """Return whether the sums that backward passes have accumulated are finite, as an fp64 scalar."""
         extremes = [extreme for gradients in self.summed for extreme in torch.aminmax(gradients)]
         return torch.stack(extremes).isfinite().all().double()
 
@@ -152,7 +152,7 @@ class ShardedGradients(ModuleGradients):
 def in_shards(
     name: str, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, stages: tuple[ShardedStage, ...]
 ) -> tuple[ShardedWeights, ShardedGradients]:
-    """Describe the sharded `stages` of a view of the module `name`, whose `parameters` the ranks of `group` share."""
+    """Return the weights and gradients of a view, in its sharded `stages`. `group`: the ranks that share the view."""
     trained = (each for stage in stages for unit in stage.units for each in unit.places)
     owned = {each: _range_of(parameters[each].shape, group) for each in trained}
     weights = ShardedWeights(parameters, group, owned, True, stages)
@@ -160,7 +160,7 @@ def in_shards(
 
 
 def gathered_stages(modules: Iterable[TrainedModule]) -> dict[StageId, list[ShardedStage]]:
-    """The sharded stages of the views of modules, by module and stage number."""
+    """Return the sharded stages of all views of the modules, by module and stage number."""
     stages_by_id = dict[StageId, list[ShardedStage]]()
     for module in modules:
         if isinstance(module.weights, ShardedWeights):
@@ -170,20 +170,20 @@ def gathered_stages(modules: Iterable[TrainedModule]) -> dict[StageId, list[Shar
 
 
 def _range_of(shape: torch.Size, group: dist.ProcessGroup) -> Range:
-    """Return the elements of a parameter that this rank of the group stores."""
+    """Return the range of a parameter's elements that this rank of the group stores."""
     size, share = shape.numel(), share_of(shape, group.size())
     start = min(size, share * group.rank())
     return start, min(size, start + share)
 
 
 def share_of(shape: torch.Size, ranks: int) -> int:
-    """Return the number of elements on the first of `ranks`, which no other rank exceeds."""
+    """Return the number of a parameter's elements on the first rank, which is the maximum over all `ranks`."""
     return rows_of_share(shape[0], ranks) * shape[1:].numel()
 
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Build modules without memory for their parameters inside, on PyTorch's device `meta`."""
+    """Build modules on PyTorch's device `meta` inside this context, so that parameters use no memory."""
     with torch.device("meta"), _DevicesMeanMeta():
         yield
 
@@ -210,35 +210,35 @@ def shard_stage(
     further: Sequence[tuple[dist.ProcessGroup, Collection[str]]] = (),
 ) -> tuple[ShardedStage, ...]:
     """Shard the weights of a stage, unit by unit, so that at most one unit of a stage that was built `without_weights`
-    is whole. Returns the sharded stage in the main view, and in each further one.
+    is unsharded at a time. Returns the sharded stage in the main view, and in each further view.
 
     Args:
-        model: model of the stage; `model.units()`, if it has that method, are the modules that are gathered separately,
-            in the order in which they run.
-        name_of: gives a parameter's name in the module from that in the stage; all names below are in the module.
-        group: the ranks that share the weights of the main view.
-        device: where weights go.
+        model: model of the stage. The modules in `model.units()`, if it has that method, are gathered separately, in
+            the order in which they run.
+        name_of: maps a parameter's name in the stage to its name in the module; other arguments use the latter.
+        group: the ranks that shard the weights of the main view.
+        device: device of the weights.
         load: fills weights that have no memory yet.
-        trained: names of the parameters that train.
+        trained: names of the parameters to train.
         gradients: dtype in which gradients are reduced and accumulated.
-        zero: 2 or 3.
-        adds_up: whether a backward pass gives parameters several gradients.
-        further: for each further view, the ranks that share its weights, and the names of its parameters.
+        zero: ZeRO stage, 2 or 3.
+        adds_up: whether one backward pass may compute several gradients of a parameter.
+        further: for each further view, the ranks that shard its weights, and the names of its parameters.
     """
     groups = [group, *(further_group for further_group, _ in further)]
     for each in groups:
         if isinstance(each, LocalGroup):
-            each.register()  # A mesh knows its groups by name.
+            each.register()  # A `DeviceMesh` looks groups up by name.
     meshes = [DeviceMesh.from_group(each, device.type, mesh_dim_names=("dp_cp",)) for each in groups]
     names = {parameter: name_of(name) for name, parameter in model.named_parameters()}
     view_by_name = {name: view for view, (_, names_in_view) in enumerate(further, 1) for name in names_in_view}
     views = {parameter: view_by_name.get(name, 0) for parameter, name in names.items()}
     policy = MixedPrecisionPolicy(reduce_dtype=gradients, cast_forward_inputs=False)
     runs = list[list[_FutureUnit]]()
-    # The rest of a stage runs last, and first in the backward pass.
+    # The model itself, with the remaining parameters, is last in the forward pass and first in the backward pass.
     for outer in (*units_of(model), Gathered(model, read_again=True)):
         run = list[_FutureUnit]()
-        # FSDP2 requires that inner modules come first.
+        # FSDP2 requires that inner modules are wrapped first.
         for view, each in (*_of_further_views(outer.module, views), (0, outer)):
             known = _materialize(each.module, names, device, load, trained)
             fully_shard(each.module, mesh=meshes[view], mp_policy=policy)
@@ -258,7 +258,7 @@ def shard_stage(
 
 @dataclass(frozen=True, eq=False)
 class _FutureUnit:
-    """A future unit of a view, and where the gradient of each trained parameter begins in its `size` elements."""
+    """A planned unit of a view: its module, the offset of each trained parameter's gradient, and the total size."""
 
     view: int
     gathered: Gathered
@@ -267,8 +267,8 @@ class _FutureUnit:
 
 
 def _of_further_views(module: nn.Module, views: Mapping[nn.Parameter, int]) -> Iterator[tuple[int, Gathered]]:
-    """Yield the largest modules inside a unit whose parameters are all of one further view, with its number. `views`:
-    the view of each parameter that is in no other unit.
+    """Yield the number of a further view and a module, for each largest module inside a unit whose parameters are all
+    in that view. `views`: the view of each parameter that is in no other unit.
     """
     direct = {views[parameter] for parameter in module.parameters(recurse=False) if parameter in views}
     assert not direct - {0}, f"{type(module).__name__} has parameters of several views: build those of each apart"
@@ -283,12 +283,12 @@ def _of_further_views(module: nn.Module, views: Mapping[nn.Parameter, int]) -> I
 def _materialize(
     unit: nn.Module, names: Mapping[nn.Parameter, str], device: torch.device, load: Load, trained: Collection[str]
 ) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Load the parameters of a future unit that have no values. Returns the name of each in the module and the
-    attributes that Megatron gave it, by its name in the unit.
+    """Load the parameters of a planned unit that are on the device `meta`. Returns, by each parameter's name in the
+    unit, its name in the module and its attributes, such as Megatron's.
     """
     known: dict[str, tuple[str, dict[str, Any]]] = {}
     for path, empty in list(unit.named_parameters()):
-        if empty not in names:  # It belongs to a unit inside this one.
+        if empty not in names:  # The parameter is already in a unit inside this one.
             continue
         name, (owner, _, attribute) = names[empty], path.rpartition(".")
         known[path] = name, dict(vars(empty))
@@ -300,8 +300,8 @@ def _materialize(
 
 
 def _lay_out(module: Any, known: Mapping[str, tuple[str, dict[str, Any]]], ranks: int) -> tuple[dict[str, int], int]:
-    """Copy Megatron's attributes, which are `known`, to the sharded parameters of a unit. Returns where the gradient of
-    each begins among the gradients of the unit, and their size.
+    """Copy the `known` attributes to the sharded parameters of a unit. Returns the offset of each trained parameter's
+    gradient among the gradients of the unit, and their total size.
     """
     paths = {id(parameter): path for path, parameter in module.named_parameters()}
     starts, end = dict[str, int](), 0
@@ -316,7 +316,7 @@ def _lay_out(module: Any, known: Mapping[str, tuple[str, dict[str, Any]]], ranks
 
 
 def _units(future: Sequence[_FutureUnit], gradients: Tensor, *, adds_up: bool) -> tuple[Unit, ...]:
-    """Return the units of a stage in a view, whose gradients are consecutive in `gradients`."""
+    """Return the units of a stage in a view, each with a segment of the flat `gradients`."""
     segments = gradients.split([each.size for each in future])
     return tuple(
         _unit(each.gathered, each.starts, segment, adds_up=adds_up)
@@ -338,8 +338,8 @@ def _unit(gathered: Gathered, starts: Mapping[str, int], gradients: Tensor, *, a
 
 
 def _accumulate_in(dtype: torch.dtype, module: Any) -> None:
-    """Add up several gradients of one backward pass (from chunks) in the `dtype` in which gradients of micro-batches
-    are accumulated.
+    """Accumulate several gradients of a parameter in one backward pass (from chunks) in `dtype`, not in the dtype of
+    the weights.
     """
 
     def widen(sharded: Any, parameter: Tensor) -> None:
@@ -350,7 +350,7 @@ def _accumulate_in(dtype: torch.dtype, module: Any) -> None:
             sharded.unsharded_accumulated_grad += parameter.grad
         parameter.grad = None
 
-    module.unshard()  # FSDP2 creates the unsharded parameters here.
+    module.unshard()  # FSDP2 creates the unsharded parameters in the first `unshard()`.
     for sharded in (each for group in fsdp_groups(module) for each in group.fsdp_params):
         if sharded.sharded_param.requires_grad and sharded.sharded_param.dtype != dtype:
             sharded.unsharded_param.register_post_accumulate_grad_hook(partial(widen, sharded))
@@ -361,7 +361,7 @@ def _adding_to(gradients: Tensor) -> Callable[[Tensor], None]:
     def add(reduced: Tensor) -> None:
         assert len(reduced) == len(gradients), "some trained parameter of a unit got no gradient"
         if reduced.is_cuda:
-            # FSDP2 allocates it in another stream, and frees it without a wait for this one.
+            # FSDP2 allocates this tensor in another stream, and frees it without waiting for the current stream.
             reduced.record_stream(torch.cuda.current_stream())
         gradients.add_(reduced)
 
@@ -373,18 +373,18 @@ def _drop(parameter: Tensor) -> None:
 
 
 def _order(model: nn.Module, runs: Sequence[Sequence[Any]]) -> None:
-    """Prefetch the weights of a unit, and of units inside it, while the unit before it computes (in the backward pass
-    the one after it). FSDP2 forgets its own order at the end of each backward pass, while other micro-batches are in
-    flight. `runs`: each unit, followed by the units inside it.
+    """Prefetch the weights of a unit, and of units inside it, during the previous unit (in the backward pass, during
+    the next unit). FSDP2's recorded order is unsuitable: it is reset at the end of each backward pass, while other
+    micro-batches are in flight. `runs`: for each unit, the unit followed by the units inside it.
     """
     for earlier, later in pairwise(runs):
         later[0].set_modules_to_backward_prefetch([*earlier])
-    for earlier, later in pairwise(runs[:-1]):  # The rest of a stage is gathered before all others.
+    for earlier, later in pairwise(runs[:-1]):  # The model itself, the last unit, is gathered before all others.
         earlier[0].set_modules_to_forward_prefetch([*later])
     for first, *_ in runs[:1]:
-        first.set_modules_to_backward_prefetch([first])  # Prefetch nothing, instead of FSDP2's order.
+        first.set_modules_to_backward_prefetch([first])  # Disable prefetching in FSDP2's recorded order.
     for inside in (each for _, *others in runs for each in others):
         inside.set_modules_to_backward_prefetch([inside])
         inside.set_modules_to_forward_prefetch([inside])
-    # FSDP2 takes the first module that runs for the outermost; the embedding of a stage may run before it.
+    # FSDP2 treats the first module that runs as the root, but the embedding of a stage may run before the model.
     fully_shard.state(model)._lazy_init()  # pyright: ignore[reportFunctionMemberAccess]

@@ -1,18 +1,18 @@
-"""AdamW and SGD in one pass over all that an optimizer stores, which a compiler fuses: each number is read once and
-written once, in its format. `optimizer` computes the same updates step by step, for platforms without a compiler.
+"""AdamW and SGD updates that a compiler fuses into one pass: each number is read once and written once, in its storage
+format. `optimizer` computes the same updates in several passes, for platforms without a compiler.
 
-    weights  beside         are
-    fp32     -              their own masters
-    int16    fp32           bits of bfloat16, and masters
-    int16    int16          bits of bfloat16, and the lower halves of the masters
-    int16    -              bits of bfloat16, rounded stochastically
+    weights  beside         contents
+    fp32     -              fp32 weights, which are also the masters
+    int16    fp32           bits of bfloat16 weights, and fp32 masters
+    int16    int16          bits of bfloat16 weights, and the lower halves of the masters
+    int16    -              bits of bfloat16 weights, rounded stochastically, without masters
 
-bfloat16 is passed as its bits, so that all but arithmetic in fp32 uses integers. The same operations compute masters in
-every format, and each product is an operand of one addition: a compiler that contracts them does so in every format,
-and split masters equal masters in fp32, bit for bit.
+bfloat16 numbers are passed as their bits, so that the kernel uses only fp32 and integer arithmetic. Masters are
+computed by the same operations in every format, and each product is an operand of one addition: a compiler that
+contracts these to fused multiply-adds does so in every format, and split masters are bitwise equal to fp32 masters.
 
-States and gradients are updated in place. If they are in host memory, or in more than `PLACES` tensors, batches are
-copied first: 6 bytes an element for split masters and moments in bfloat16.
+States are updated in place. If states are in host memory, or weights or gradients in more than `PLACES` tensors, each
+batch is copied first: 6 bytes for each element with split masters and bfloat16 moments.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from megatron_hetero.step.number_formats import HALF, Noise, Plain, halves, hash
 from megatron_hetero.step.optimizer_state import OptimizerState
 
 SEGMENTS = 64
-"""The maximum number of segments, each with its own rates, in a call."""
+"""The maximum number of segments in a call of `update_`. Each segment has separate rates."""
 _SHARED, _RATES, _ALIGNMENT = 8, 3, 4
 _LOW = 0xFFFF
 
 
 @dataclass(frozen=True)
 class SegmentRates:
-    """Rates of neighbouring elements.
+    """The rates of a segment, a range of elements with equal rates.
 
     Attributes:
-        rate: the learning rate over the bias correction of the first moment.
-        root: the inverse root of the bias correction of the second moment.
-        decay: a factor of the weights.
+        rate: the learning rate divided by the bias correction of the first moment.
+        root: the inverse square root of the bias correction of the second moment.
+        decay: the factor by which weight decay multiplies the weights.
     """
 
     rate: float
@@ -53,15 +53,15 @@ class SegmentRates:
 
 @dataclass(frozen=True)
 class CallRates:
-    """Rates of a call.
+    """The rates of a call of `update_`.
 
     Attributes:
-        scale: factor of the gradients.
+        scale: the factor of the gradients.
         first: one minus the first beta.
         second: one minus the second beta.
-        eps: added to the root of the second moment.
-        noise: random bits for rounding.
-        segments: rates of each segment.
+        eps: a number that is added to the root of the second moment.
+        noise: the random bits for stochastic rounding.
+        segments: the rates of each segment.
     """
 
     scale: float
@@ -72,7 +72,7 @@ class CallRates:
     segments: tuple[SegmentRates, ...]
 
     def numbers(self) -> list[float]:
-        """Return the `numbers` of `update_`, padded to a multiple of 16 bytes; fp32 represents all integers exactly."""
+        """Return the argument `numbers` of `update_`, padded to 16 bytes. fp32 represents its integers exactly."""
         place = divmod(self.noise.start % (1 << 32), 1 << 16)
         shared = [self.scale, self.first, self.second, self.eps, *map(float, (*self.noise.keys, *place))]
         width = SEGMENTS if len(self.segments) > 1 else 1
@@ -91,15 +91,15 @@ def update_(
     numbers: Tensor,
     ends: Tensor | None,
 ) -> None:
-    """Update `weights`, the tensor `beside` them, and `moments`, fp32 or bits of bfloat16, in place: all [n].
+    """Update `weights`, `beside` and `moments` in place by a step of AdamW or SGD. The first four arguments are [n].
 
     Args:
-        weights: see the table above.
-        beside: see the table above.
-        gradients: gradients of any floating type.
-        moments: moments of AdamW; without them the update is SGD's.
-        numbers: result of `CallRates.numbers`, fp32.
-        ends: result of `ends_on`.
+        weights: fp32 weights, or int16 bits of bfloat16 weights.
+        beside: fp32 masters, int16 lower halves of masters, or None.
+        gradients: gradients of any floating dtype.
+        moments: the two moments of AdamW, in fp32 or as int16 bits of bfloat16; None for SGD.
+        numbers: the result of `CallRates.numbers` as an fp32 tensor.
+        ends: the result of `ends_on`.
     """
     scale, first, second, eps, *keys = numbers[:_SHARED].unbind()
     place = torch.arange(len(weights), dtype=torch.int32, device=weights.device)
@@ -120,10 +120,10 @@ def update_(
 
 
 def _segment_rates(numbers: Tensor, place: Tensor, ends: Tensor | None) -> tuple[Tensor, ...]:
-    """Return the rates of the segment of each element."""
+    """Return the rate, root and decay of each element, which are the rates of its segment."""
     if ends is None:
         return numbers[_SHARED : _SHARED + _RATES].unbind()
-    # The number of segments that end at or before the place: a binary search, without a data-dependent loop.
+    # Count the segments that end at or before each element: a binary search without a data-dependent loop.
     segment, width = torch.zeros_like(place), SEGMENTS
     while width > 1:
         width //= 2
@@ -132,7 +132,7 @@ def _segment_rates(numbers: Tensor, place: Tensor, ends: Tensor | None) -> tuple
 
 
 def _masters(weights: Tensor, beside: Tensor | None) -> Tensor:
-    """Return fp32 masters."""
+    """Return the fp32 masters that `weights` and `beside` store."""
     if beside is None:
         return _widened(weights)
     if beside.dtype == torch.float32:
@@ -153,24 +153,24 @@ def _store(masters: Tensor, weights: Tensor, beside: Tensor | None, random: Tens
 
 
 def _widened(numbers: Tensor) -> Tensor:
-    """Convert fp32, or bits of bfloat16, to fp32."""
+    """Return fp32 numbers, or int16 bits of bfloat16 numbers, as fp32."""
     return numbers if numbers.dtype == torch.float32 else (numbers.int() << 16).view(torch.float32)
 
 
 def _upper(bits: Tensor) -> Tensor:
-    """Return the upper halves of int32 bits, int16."""
+    """Return the upper halves of int32 `bits` as int16."""
     return (bits >> 16).short()
 
 
 PLACES = 64
-"""The maximum number of tensors that weights or gradients may be in if they are updated in place."""
+"""The maximum number of weight or gradient tensors that are processed without copies to a batch."""
 _MAX_ELEMENTS = 1 << 30
-"""Elements of a call, which indexes them by 32 bits."""
+"""The maximum number of elements in a call, which has 32-bit indices."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Elements [start, stop) of an `OptimizerState`, updated in one call: `lengths` elements of parameters `names`."""
+    """Elements [start, stop) of an `OptimizerState` that one call updates: `lengths` elements of parameters `names`."""
 
     start: int
     stop: int
@@ -178,7 +178,7 @@ class Batch:
     lengths: tuple[int, ...]
 
     def segments(self, rates: Mapping[str, SegmentRates]) -> tuple[tuple[SegmentRates, ...], tuple[int, ...]]:
-        """Merge neighbours with equal `rates`, given by parameter. Returns the rates of each segment, and its end."""
+        """Merge adjacent parameters with equal `rates` into segments. Return the rates and the end of each segment."""
         segments, ends = list[SegmentRates](), list[int]()
         for name, end in zip(self.names, accumulate(self.lengths), strict=True):
             if segments and segments[-1] == rates[name]:
@@ -190,22 +190,22 @@ class Batch:
 
 
 def is_fused(state: OptimizerState) -> bool:
-    """Return whether there is a fused update for the formats of a state."""
+    """Return whether the fused update supports the storage formats of a state."""
     return all(isinstance(moment, Plain) for moment in state.moments.values())
 
 
 def batches_of(state: OptimizerState, tied: str | None, limit: int, *, streamed: bool) -> Iterator[Batch]:
-    """Cut a state into batches. The `tied` parameter is alone: on other stages it has other neighbours.
+    """Yield the batches of a state. The `tied` parameter has separate batches: another stage must round it equally.
 
-    `limit`: maximum elements of a batch of which everything is copied. `streamed`: whether the states are in host
-    memory.
+    `limit`: maximum number of elements in a batch whose weights and gradients are copied. `streamed`: whether states
+    are in host memory.
     """
     both = state.master.weights, state.gradients
     copied = [each for each in both if streamed or len(each.tensors) > PLACES]
     cuts = {0, *(end for each in both if each not in copied for end in each.ends)}
     longest = _MAX_ELEMENTS
     if copied:
-        # The same number of bytes, if only weights or gradients are copied.
+        # If only weights or gradients are copied, a batch may have more elements in the same number of bytes.
         longest = limit * sum(each.dtype.itemsize for each in both) // sum(each.dtype.itemsize for each in copied)
     names, lengths, start, end = list[str](), list[int](), 0, 0
     for name, shard in state.shards.items():
@@ -228,7 +228,7 @@ def batches_of(state: OptimizerState, tied: str | None, limit: int, *, streamed:
 def tensors_of(
     state: OptimizerState, batch: Batch
 ) -> Iterator[tuple[Tensor, Tensor | None, Tensor, tuple[Tensor, Tensor] | None]]:
-    """Yield the first arguments of `update_` for a batch, on the device: views, or copies that are written back."""
+    """Yield the tensors of a batch for `update_`, on the device: views, or copies that are written back at exit."""
     start, stop = batch.start, batch.stop
     weights, gradients = state.master.weights.read(start, stop), state.gradients.read(start, stop)
     beside = state.master.beside
@@ -254,7 +254,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def numbers_of(calls: Sequence[CallRates], device: torch.device) -> Sequence[Tensor]:
-    """Return the `numbers` of each call of `update_`, after one transfer to the device."""
+    """Return the argument `numbers` of each call of `update_`, copied to the device in one transfer."""
     rows = [call.numbers() for call in calls]
     flat = on_device(torch.tensor([number for row in rows for number in row]), device)
     return flat.split([len(row) for row in rows])
@@ -262,7 +262,7 @@ def numbers_of(calls: Sequence[CallRates], device: torch.device) -> Sequence[Ten
 
 @lru_cache(maxsize=1024)
 def ends_on(device: torch.device, ends: tuple[int, ...]) -> Tensor | None:
-    """Return the `ends` of segments for `update_`, int32 [64]; None for a single segment."""
+    """Return the argument `ends` of `update_`, the ends of segments, int32 [64]; None for a single segment."""
     if len(ends) == 1:
         return None
     padded = [*ends[:-1], *[torch.iinfo(torch.int32).max] * (SEGMENTS + 1 - len(ends))]

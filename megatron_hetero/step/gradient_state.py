@@ -1,4 +1,4 @@
-"""The progress of a module's gradients in a step: its phases, and the errors of calls in another order.
+"""The phases of a module's gradients in a step, and the errors for calls in a wrong order.
 
     phase     gradients are                                      next
     LOCAL     accumulated over this rank's tokens                SUMMED, by `sum_gradients`
@@ -6,8 +6,8 @@
     SCALED    divided by the number of tokens                    APPLIED
     APPLIED   used by an update                                  LOCAL, by `zero_grad`
 
-Users may also set gradients to None, or zero the buffers of a wrapper, without a call of this package. So the state
-refers to one tensor of gradients: if another takes its place, gradients are LOCAL again.
+Users may also set gradients to None, or zero the buffers of a wrapper, without a call of this package. Therefore the
+state refers to one gradient tensor: if another tensor replaces it, gradients are LOCAL again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_hetero.base.errors import UserError
 
 
 class Phase(Enum):
-    """The phases of the table above."""
+    """The phase of a module's gradients in a step: local, summed over ranks, scaled, or applied by an update."""
 
     LOCAL = auto()
     SUMMED = auto()
@@ -32,8 +32,8 @@ class Phase(Enum):
 class GradientState:
     """The phase of the gradients of the module `name`.
 
-    Its methods take the first tensor of gradients, None if there is none yet. `persistent`: whether that tensor is the
-    same in each step: then it has been zeroed, or added to, if it has changed since the last transition.
+    The methods take the module's first gradient tensor, None if there is none yet. `persistent`: whether this tensor is
+    the same in each step. A change of a persistent tensor since the last transition means that gradients are new.
     """
 
     def __init__(self, name: str):
@@ -41,18 +41,18 @@ class GradientState:
         self.reset()
 
     def reset(self) -> None:
-        """Enter the phase LOCAL, when gradients are zeroed."""
+        """Enter the phase LOCAL. Called when gradients are zeroed."""
         self._phase = Phase.LOCAL
         self._gradient: TensorWeakRef | None = None
         self._version = 0
 
     def phase(self, gradient: Tensor | None) -> Phase:
-        """Return the phase of the gradients with this first tensor."""
+        """Return the phase of the gradients whose first tensor is `gradient`; LOCAL if it is another tensor."""
         is_same = gradient is not None and self._gradient is not None and self._gradient() is gradient
         return self._phase if is_same else Phase.LOCAL
 
     def advance(self, phase: Phase, gradient: Tensor | None, *, persistent: bool) -> None:
-        """Enter the next phase. Raises `UserError` if it does not follow the current one."""
+        """Enter `phase`. Raises `UserError` if it does not follow the current phase."""
         if phase is Phase.SUMMED:
             self.require_local(gradient, persistent=persistent)
         else:
@@ -61,7 +61,7 @@ class GradientState:
             self._phase, self._gradient, self._version = phase, TensorWeakRef(gradient), gradient._version
 
     def require_local(self, gradient: Tensor | None, *, persistent: bool) -> None:
-        """Check that gradients are still to be summed. Raises `UserError`."""
+        """Check that gradients have not been summed over ranks. Raises `UserError`."""
         phase = self.phase(gradient)
         self._require_not_applied(phase)
         if phase is Phase.LOCAL:
@@ -76,7 +76,7 @@ class GradientState:
             )
 
     def require_summed(self, gradient: Tensor | None) -> None:
-        """Check that gradients are summed and not yet applied. Raises `UserError`."""
+        """Check that gradients are summed over ranks and not yet applied. Raises `UserError`."""
         phase = self.phase(gradient)
         self._require_not_applied(phase)
         if phase is Phase.LOCAL:
@@ -87,7 +87,7 @@ class GradientState:
             )
 
     def refuse_backward(self) -> None:
-        """Raise the `UserError` of a backward pass that adds to gradients whose sums have begun."""
+        """Raise `UserError` for a backward pass that adds to gradients after their sums over ranks have begun."""
         self._refuse(
             problem="a backward pass comes after their sums over ranks have begun",
             because="its gradients would be lost",
@@ -95,7 +95,7 @@ class GradientState:
         )
 
     def refuse_unreduced(self, wrapper: str) -> None:
-        """Raise the `UserError` of a `wrapper` of PyTorch that did not average gradients in the last backward pass."""
+        """Raise `UserError` for a PyTorch `wrapper` that did not average gradients in the last backward pass."""
         self._refuse(
             problem=f"{wrapper} has not averaged them: its last pass was inside `no_sync()`, `no_grad()` or "
             "`set_requires_gradient_sync(False)`",

@@ -1,18 +1,18 @@
-"""The one rule for gradients, in one place, for modules of any kind: its steps, and the calls of a training loop.
+"""The rule by which gradients of all modules are reduced: its steps, and the functions that a training loop calls.
 
-Every rank has back-propagated the *sum* of its own tokens' losses. For each module:
+Every rank has back-propagated the *sum* of its local tokens' losses. For each module:
 
   1. gradients are summed over the module's data- and context-parallel ranks (with a sharded optimizer each rank uses
-     its own share of the sums), unless a wrapper of the user has done it; a wrapper's mean is turned into a sum;
-  2. slices of parameters that several tp ranks hold, and whose gradients are partial (parameters used on
+     only its share of the sums), unless the user's wrapper has done so; a wrapper's mean is turned into a sum;
+  2. slices of parameters that several tp ranks store, and whose gradients are partial (parameters used on
      sequence-sharded activations; norms of heads; replicated key/value heads), are summed over `tp`;
-  3. an embedding of which the last pipeline stage has a copy, for the tied head, is summed over the two. This comes
-     last, so that both copies have the same bits whatever the order of additions in 1;
+  3. the gradient of an embedding that is tied to the head is summed over the first and last pipeline stage. This
+     follows step 1, so that both copies are bitwise equal whatever the order of additions in step 1;
   4. squares are added up over all modules and ranks, each element of each parameter counted once;
   5. all gradients are scaled by 1/N and by the clipping factor, the same on every rank, when the update reads them.
 
-1 may begin while there is still something to compute (`ModuleGradients.start`, `TrainedModule.expect`). How far a step
-is, and which call may come next, is in `gradient_state`.
+Step 1 may overlap with the backward pass (`ModuleGradients.start`, `TrainedModule.expect`). `gradient_state` tracks the
+progress of a step, and which call may come next.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from megatron_hetero.step.module import TrainedModule
 
 @dataclass(frozen=True)
 class GradientSummary:
-    """The result of a step that every rank knows before the update.
+    """The loss and gradient norms of a step, equal on every rank before the update.
 
-    `loss_sum`: sum of token losses of the global batch. `norms`: norm of that sum's gradient for each trained module.
-    `faults`: (module or "loss", rank) of all that was NaN or infinite before sums over ranks, or None if only
-    the sum is.
+    `loss_sum`: the sum of token losses of the global batch. `norms`: the norm of its gradient for each trained module.
+    `faults`: a pair (module or "loss", rank) for each NaN or infinite value; the rank is None if only the sum over
+    ranks is not finite.
     """
 
     loss_sum: float
@@ -55,16 +55,16 @@ class GradientSummary:
 
     @property
     def norm(self) -> float:
-        """The norm over all modules."""
+        """The gradient norm over all modules."""
         return math.sqrt(sum(norm**2 for norm in self.norms.values()))
 
 
 @dataclass(frozen=True, eq=False)
 class GradientTable:
-    """A `GradientSummary` on the device, before anything waits for it.
+    """The data of a `GradientSummary` as a device tensor, which the host has not yet waited for.
 
-    `rows`: for each rank its loss, whether that counts, and for each module whether it trains there, whether its
-    gradients are finite, and the sum of their squares, fp64 [ranks, 2 + 3 modules]. `names`: names of the modules.
+    `rows`: for each rank its loss, whether the loss counts, and for each module whether it trains on the rank, whether
+    its gradients are finite, and the sum of their squares, fp64 [ranks, 2 + 3 modules]. `names`: names of the modules.
     """
 
     rows: Tensor
@@ -76,7 +76,7 @@ class GradientTable:
         return self._columns(self.rows)[2].sum(0)
 
     def read(self) -> GradientSummary:
-        """Wait for the device."""
+        """Copy the table to the host, which waits for the device, and return the summary."""
         rows = self.rows.cpu()
         losses, counts = rows[:, 0], rows[:, 1]
         trained, finite, squares = self._columns(rows)
@@ -100,10 +100,10 @@ class GradientTable:
 
 
 def sum_gradients(modules: Iterable[TrainedModule]) -> dict[str, Tensor]:
-    """Steps 1 to 3, for the modules on this rank, in the order of the topology.
+    """Sum the gradients of the modules on this rank (steps 1 to 3), in the order of the topology.
 
-    Returns for each module that trains whether the gradients of this rank were finite before, in all views, fp64
-    scalar. Raises `UserError` for gradients that have been summed.
+    Returns, for each module that trains, whether this rank's gradients were finite before the sums, as an fp64 scalar.
+    Raises `UserError` for gradients that have already been summed.
     """
     trained = [module for module in modules if module.trained]
     for module in trained:
@@ -128,14 +128,14 @@ def add_up(
     *,
     loss_counts_here: bool = False,
 ) -> GradientTable:
-    """Step 4. Every rank calls it.
+    """Gather the loss and the squared gradient norms of all ranks (step 4). Every rank calls this function.
 
     Args:
         topology: topology of all modules.
-        squares: names of modules, and `squares_of` this rank's trained parameters of them in each view.
-        finite: the result of `sum_gradients`; None to take gradients for finite.
+        squares: pairs of a module's name and the result of `squares_of`, one for each view of a module on this rank.
+        finite: the result of `sum_gradients`; None to assume that gradients are finite.
         loss_sum: the fp32 sum of this rank's token losses, if the step has a loss.
-        loss_counts_here: whether the loss of the step includes that sum.
+        loss_counts_here: whether the loss of the step includes `loss_sum`.
     """
     squares_by_module = dict[str, Tensor]()
     for name, in_view in squares:
@@ -157,7 +157,7 @@ def add_up(
 
 @torch.no_grad()
 def scale_gradients(modules: Iterable[TrainedModule], factor: float | Tensor) -> None:
-    """Step 5 for all sums that this rank has: with a sharded optimizer on a GPU only the sums of its share."""
+    """Scale all summed gradients on this rank (step 5): with a sharded optimizer on a GPU, only this rank's share."""
     summed = [gradients for module in modules for gradients in module.gradients.summed]
     if summed:
         torch._foreach_mul_(summed, factor)
@@ -166,7 +166,7 @@ def scale_gradients(modules: Iterable[TrainedModule], factor: float | Tensor) ->
 def require_finite(
     where: str, faults: Sequence[tuple[str, int | None]], fix: str, parameter: Callable[[str], str] = lambda _: ""
 ) -> None:
-    """Raise `NotFiniteError` if there are faults. `parameter`: gives the parameter of a module, if it is known."""
+    """Raise `NotFiniteError` if there are `faults`. `parameter`: returns text that names a module's bad parameter."""
     if not faults:
         return
     what, rank = faults[0]
@@ -180,7 +180,7 @@ def require_finite(
 
 
 def require_finite_sums(topology: Topology, modules: Sequence[TrainedModule], table: GradientTable) -> None:
-    """Wait for the sums of gradients, and check that they are finite. Raises `NotFiniteError` on all ranks."""
+    """Wait for the summed gradients, and check that all are finite. Raises `NotFiniteError` on all ranks."""
 
     def first_fault(faulty: str) -> str:
         for module in modules:
@@ -200,7 +200,7 @@ def require_finite_sums(topology: Topology, modules: Sequence[TrainedModule], ta
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """Return the factor that brings gradients of `norm` to a norm of at most `limit`; 0 means no limit."""
+    """Return the factor that clips gradients of `norm` to a norm of at most `limit`. A `limit` of 0 means no limit."""
     return 1.0 if limit <= 0 or norm <= limit else limit / (norm + 1e-6)
 
 
@@ -210,15 +210,15 @@ def clip_factor(norm: float, limit: float) -> float:
 
 
 Rectangle = tuple[Any, ...]
-"""A stored tensor, and the rows and columns of a slice in it."""
+"""The name of a stored tensor, and the rows and columns of a slice of the tensor."""
 
 
 @dataclass(frozen=True)
 class _PartialSlices:
-    """The slices of a module whose gradients are partial over `tp`, in one buffer.
+    """The layout of a buffer for all parameter slices of a module whose gradients are partial over `tp`.
 
-    `local`: names of parameters, and their slices, on this rank. `starts`: where each rectangle of any rank begins in
-    the buffer. `size`: elements of the buffer.
+    `local`: names of this rank's parameters, and their slices. `starts`: the offset in the buffer of each rectangle on
+    any rank. `size`: number of elements of the buffer.
     """
 
     local: Sequence[tuple[str, TensorSlice]]
@@ -227,7 +227,7 @@ class _PartialSlices:
 
     @classmethod
     def of(cls, module: TrainedModule) -> _PartialSlices:
-        """Find the slices on all ranks of the group `holders`, in one order."""
+        """Find the partial slices of all ranks of the group `holders`, in the same order on each rank."""
         local, starts, size = list[tuple[str, TensorSlice]](), dict[Rectangle, int](), 0
         for name, parameter in module.trained.items():
             for rank, (weight_map, held) in enumerate(zip(module.maps, module.held, strict=True)):
@@ -236,14 +236,14 @@ class _PartialSlices:
                         local.append((name, tensor_slice))
                     if tensor_slice.rectangle not in starts:
                         starts[tensor_slice.rectangle] = size
-                        size += _elements(parameter, tensor_slice)  # The same on all ranks.
+                        size += _elements(parameter, tensor_slice)  # This size is the same on all ranks.
         return cls(local, starts, size)
 
 
 @torch.no_grad()
 def _sum_partial_over_tp(module: TrainedModule) -> None:
-    """Sum all slices whose gradients are partial in one all-reduce over `tp`. A slice that a rank holds twice is added
-    up as well.
+    """Sum all partial gradients of slices in one all-reduce over `tp`. If a rank has several copies of a slice, the
+    gradients of these copies are also added up.
     """
     if module.holders.size() == 1:
         return
@@ -268,7 +268,7 @@ def _sum_partial_over_tp(module: TrainedModule) -> None:
     for numbers in rounds.values():
         torch._foreach_add_([views[n] for n in numbers], [gradients[n] for n in numbers])
     if module.gradients.sums_shares:
-        # Ranks of a tp group may have the sums of other rows of a slice, if it is elsewhere in their parameters.
+        # A slice may have different offsets on different tp ranks, which then have the sums of different rows of it.
         dist.all_reduce(buffer, group=module.replicas)
     dist.all_reduce(buffer, group=module.holders)
     means = [
@@ -283,7 +283,7 @@ def _sum_partial_over_tp(module: TrainedModule) -> None:
 
 
 def _zero_unsummed(module: TrainedModule, names: Collection[str]) -> None:
-    """Zero the elements of gradients that this rank has accumulated and other ranks have summed."""
+    """Zero the locally accumulated gradient elements whose sums are on other ranks."""
     if not module.gradients.sums_shares:
         return
     unsummed = list[Tensor]()
@@ -296,7 +296,7 @@ def _zero_unsummed(module: TrainedModule, names: Collection[str]) -> None:
 
 
 def _accumulated_rows(module: TrainedModule, name: str, tensor_slice: TensorSlice) -> tuple[Tensor, int]:
-    """The rows of a slice whose gradient is on this rank, and the number of elements of the slice before them."""
+    """Return the gradient rows of a slice on this rank, and the number of elements of the slice before these rows."""
     values, (begin, _) = module.gradients.accumulated(name)
     row_shape = module.parameters[name].shape[1:]
     rows = values.view(-1, *row_shape)
@@ -314,7 +314,7 @@ def _elements(parameter: Tensor, tensor_slice: TensorSlice) -> int:
 
 
 def _partial_slices(slices: Sequence[TensorSlice], held: Held, over_tp: bool) -> list[TensorSlice]:
-    """Return the slices of a parameter whose gradients are partial. `over_tp`: whether all are, if tp copies them."""
+    """Return the slices with partial gradients. `over_tp`: whether an unsharded parameter has partial gradients."""
     if not held.sharded:
         return list(slices) if over_tp else []
     return [tensor_slice for tensor_slice, copies in zip(slices, held.copies, strict=True) if copies > 1]
@@ -328,7 +328,7 @@ def _partial_slices(slices: Sequence[TensorSlice], held: Held, over_tp: bool) ->
 @torch.no_grad()
 def _sum_tied_over_stages(module: TrainedModule) -> None:
     if module.tied is not None and module.tied in module.trained:
-        # A sharded optimizer cuts both copies in the same way: `shared_embedding` gives them a bucket to themselves.
+        # A sharded optimizer shards both copies equally: a parameter with `shared_embedding` has a separate bucket.
         dist.all_reduce(module.gradient(module.tied), group=module.ends)
 
 
@@ -339,8 +339,8 @@ def _sum_tied_over_stages(module: TrainedModule) -> None:
 
 @torch.no_grad()
 def squares_of(module: TrainedModule) -> Tensor:
-    """Return the sum of squares of this rank's share of the module's gradients, fp64 scalar. The results of all ranks
-    add up to the squared norm.
+    """Return the sum of squares of this rank's share of the module's gradients, as an fp64 scalar. The results of all
+    ranks add up to the squared norm of the module's gradient.
     """
     counted = [
         (values, share / module.weights.copies(name))
@@ -353,21 +353,21 @@ def squares_of(module: TrainedModule) -> Tensor:
 
 
 def sum_of_squares(counted: Sequence[tuple[Tensor, float]], device: torch.device) -> Tensor:
-    """Return the sum of all squares, each times the share of it that counts, fp64 scalar. Norms of tensors are in fp32,
-    or in fp64 if one of them is.
+    """Return the weighted sum of the squares of tensors, an fp64 scalar. `counted`: pairs of a tensor and its weight.
+    Norms of tensors are computed in fp32, or in fp64 if any tensor is fp64.
     """
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=device)
     is_wide = any(values.dtype == torch.float64 for values, _ in counted)
-    # All norms in few kernels: a model has hundreds of parameters.
+    # Compute all norms in few kernels: a model has hundreds of parameters.
     norms = torch._foreach_norm([values for values, _ in counted], dtype=torch.float64 if is_wide else torch.float32)
     shares = torch.tensor([share for _, share in counted], dtype=torch.float64)
     return torch.dot(torch.stack(norms).double().square(), on_device(shares, device))
 
 
 def _counted_segments(module: TrainedModule, name: str) -> Iterator[tuple[Tensor, float]]:
-    """Yield flat segments of the gradient of a parameter that this rank updates, and the share of their squares that
-    counts, since several ranks hold them.
+    """Yield flat gradient segments of a parameter that this rank updates, each with the weight of its squares in the
+    norm, so that elements with copies on several ranks are counted once.
     """
     gradient, (begin, end), held = module.gradient(name), module.weights.owned[name], module.local_held[name]
     if not held.replicated_slices:
@@ -376,7 +376,7 @@ def _counted_segments(module: TrainedModule, name: str) -> Iterator[tuple[Tensor
     yield gradient, 1.0
     width = module.parameters[name].shape[1:].numel()
     for tensor_slice, copies in zip(module.local_map[name], held.copies, strict=True):
-        if copies > 1:  # Subtract the squares that other ranks count, too.
+        if copies > 1:  # A negative weight subtracts the squares that other ranks also count.
             start = max(begin, tensor_slice.at * width)
             stop = min(end, (tensor_slice.at + tensor_slice.rows[1] - tensor_slice.rows[0]) * width)
             yield gradient[start - begin : max(start, stop) - begin], 1 / copies - 1
@@ -394,11 +394,11 @@ def finish_gradients(
     topology: Topology, modules: Mapping[str, Chunks | None], tokens: Tokens, *, error_if_nonfinite: bool = True
 ) -> None:
     """Turn each rank's gradients into gradients of the mean loss over the tokens of the step, in place. All ranks call
-    it once, after the last backward pass of the step and before the step of any optimizer.
+    this function once, after the last backward pass of the step and before the step of any optimizer.
 
-    A parameter without a gradient on this rank counts as zeros; frozen ones are skipped. Gradients of Megatron's
-    `DistributedDataParallel` are in `main_grad`, with its distributed optimizer each rank's own share only. The means
-    of FSDP2 and PyTorch's DDP are corrected to sums. Custom communication hooks are not supported.
+    A missing gradient of a trained parameter counts as zeros; frozen parameters are skipped. With Megatron's
+    `DistributedDataParallel`, gradients are in `main_grad`; with its distributed optimizer, only each rank's share is
+    valid. The means of FSDP2 and PyTorch's DDP are corrected to sums. Custom communication hooks are not supported.
 
     Along `tp` a gradient is summed if its parameter has the attribute `sequence_parallel`, which Megatron sets for
     parameters used on sharded activations, or is a norm of queries or keys; averaged if it has
@@ -406,17 +406,17 @@ def finish_gradients(
 
     Args:
         topology: topology of all modules.
-        modules: this rank's shard of each module, by name, with its wrapper. A list for virtual stages.
-        tokens: number of tokens of the whole step (or whatever losses were summed over), the same on all ranks: a
-            number, or a tensor [] on the device; zero tokens in it make gradients zero. The host does not wait for the
-            result of `count_tokens`.
+        modules: this rank's shard of each module, with its wrapper, by name; a list of shards for virtual stages.
+        tokens: number of tokens of the whole step (or of other units over which losses were summed), the same on all
+            ranks: a number, or a scalar tensor; a tensor of 0 makes gradients zero. The host does not wait for a result
+            of `count_tokens`.
         error_if_nonfinite: whether to wait for the sums, and to raise if any is NaN or infinite; the same on all ranks.
 
     Raises:
-        NotFiniteError: on all ranks. A gradient is NaN or infinite. Set them to None before the next backward pass.
-        UserError: on all ranks. `modules` are not those of a rank, gradients are finished already, `tokens` is a number
-            that is not positive or not the same on all ranks, a wrapper reduced over ranks that are not along axes of
-            the layout, or PyTorch's DDP or FSDP2 did not reduce in the last backward pass.
+        NotFiniteError: on all ranks. A gradient is NaN or infinite. Set gradients to None before the next backward.
+        UserError: on all ranks. `modules` are not the rank's modules, gradients are finished already, `tokens` is not
+            positive or not the same on all ranks, a wrapper reduced over ranks that are not along axes of the layout,
+            or PyTorch's DDP or FSDP2 did not reduce in the last backward pass.
     """
 
     def check() -> tuple[TrainedModule, ...]:
@@ -429,18 +429,18 @@ def finish_gradients(
 
 
 _COUNTED = WeakIdKeyDictionary()
-"""Results of `count_tokens` that still exist, with their versions: they are the same on all ranks."""
+"""The tensor version of each live result of `count_tokens`. An unmodified result is the same on all ranks."""
 
 
 @watched
 def count_tokens(topology: Topology, module: str, mine: int | Tensor) -> Tensor:
-    """Count the tokens of the whole step, int64 [] on the device. All ranks call it.
+    """Return the number of tokens of the whole step, an int64 scalar on the device. All ranks call this function.
 
     Args:
         topology: topology of all modules.
         module: the module whose loss is summed over tokens.
-        mine: tokens in this rank's losses. It counts on the first rank along `tp` of the last stage, and is ignored
-            elsewhere.
+        mine: number of tokens in this rank's losses. Only the last pipeline stage's ranks that are first along `tp`
+            contribute; other ranks' values are ignored.
     """
     number = torch.as_tensor(mine)
     if number.dim() or number.is_floating_point():
@@ -453,13 +453,13 @@ def count_tokens(topology: Topology, module: str, mine: int | Tensor) -> Tensor:
 
 @watched
 def total_loss(topology: Topology, module: str, mine: float | Tensor | StepResult) -> Tensor:
-    """Add up the loss of the whole step, fp32 [] on the device. All ranks call it.
+    """Return the summed loss of the whole step, an fp32 scalar on the device. All ranks call this function.
 
     Args:
         topology: topology of all modules.
-        module: the module whose loss it is.
-        mine: the result of a `Runner`, or this rank's sum of that module's losses, or of another number. It counts on
-            the same ranks as in `count_tokens`.
+        module: the module that computes the loss.
+        mine: the result of a `Runner`, or this rank's sum of the module's losses or of another quantity. The same ranks
+            contribute as in `count_tokens`.
     """
     if isinstance(mine, StepResult):
         mine = mine.losses.get(module, 0.0)
@@ -467,7 +467,7 @@ def total_loss(topology: Topology, module: str, mine: float | Tensor | StepResul
 
 
 def _total(topology: Topology, function: str, module: str, mine: Tensor) -> Tensor:
-    """Sum over the ranks of the last stage that are first along `tp`."""
+    """Return the sum of `mine` over the ranks of the module's last stage that are first along `tp`."""
     if module not in topology.layouts:
         known = ", ".join(topology.layouts)
         raise UserError.at(function, found=f"no module `{module}`", expected=f"one of {known}", fix="correct it")
@@ -476,7 +476,7 @@ def _total(topology: Topology, function: str, module: str, mine: Tensor) -> Tens
     place = layout.coordinate(topology.rank) if topology.has(module) else None
     if place is None or place.tp or place.pp != layout.pp - 1:
         summed.zero_()
-    meet(topology.host, f"{function} of {module}")  # The device says too late that ranks add up different things.
+    meet(topology.host, f"{function} of {module}")  # Check on the host that all ranks make the same call.
     dist.all_reduce(summed, group=topology.world)
     return summed
 
@@ -485,7 +485,7 @@ def _total(topology: Topology, function: str, module: str, mine: Tensor) -> Tens
 
 
 def finish(modules: Sequence[TrainedModule], factor: float | Tensor, finite_on: Topology | None = None) -> None:
-    """Finish gradients with a `factor` for all of them. `finite_on`: where they must be finite, on all ranks."""
+    """Sum all gradients and multiply them by `factor`. If `finite_on` is given, check that they are finite."""
     finite = sum_gradients(modules)
     trained = [module for module in modules if module.trained]
     if finite_on is not None:
@@ -498,7 +498,7 @@ def finish(modules: Sequence[TrainedModule], factor: float | Tensor, finite_on: 
 
 @torch.no_grad()
 def require_ready(modules: Iterable[TrainedModule], *, finished: bool) -> None:
-    """Check that gradients belong to this step, and are `finished` or not. Raises `UserError`."""
+    """Check that gradients belong to this step, and are summed if `finished`, else unsummed. Raises `UserError`."""
     for module in modules:
         gradients = module.gradients
         if finished and module.trained:
@@ -510,11 +510,11 @@ def require_ready(modules: Iterable[TrainedModule], *, finished: bool) -> None:
 
 
 def factor_of(topology: Topology, tokens: Tokens | None) -> float | Tensor:
-    """Return the factor from sums over tokens to means; 1 for None. All ranks call it. The host waits for tensors other
-    than results of `count_tokens`.
+    """Return the factor that turns sums over tokens into means; 1 for None. All ranks call this function. The host
+    waits for tensors, except results of `count_tokens`.
 
     Raises:
-        UserError: on all ranks. They have different numbers, or one that is not positive.
+        UserError: on all ranks. The number of tokens differs between ranks, or is not positive.
     """
     is_tensor = isinstance(tokens, Tensor)
     is_counted = is_tensor and _COUNTED.get(tokens) == tokens._version
@@ -523,7 +523,7 @@ def factor_of(topology: Topology, tokens: Tokens | None) -> float | Tensor:
         shown = "counted" if is_counted else "None"
     else:
         shown = f"{number:.17g}"
-        if number == 0 and is_tensor:  # 0 is accepted in a tensor, and refused as a number.
+        if number == 0 and is_tensor:  # A tensor of 0 is accepted, but the number 0 is refused.
             shown += " in a tensor"
     fix = "give the tokens of the whole step, which `count_tokens` adds up"
     require_equal(topology.host, "gradients", {"tokens": shown}, fix)
@@ -532,7 +532,7 @@ def factor_of(topology: Topology, tokens: Tokens | None) -> float | Tensor:
         expected = "those of the whole step, 1 or more"
         raise UserError.at("gradients: tokens", found=shown, expected=expected, fix=fix)
     if isinstance(tokens, Tensor):
-        # Without tokens all gradients are zero, and remain so.
+        # Without tokens all gradients are zero, and a factor of 0 leaves them zero.
         count = tokens.detach().to(topology.platform.device, torch.float32, non_blocking=True).reshape(())
         return torch.where(count > 0, count.reciprocal(), torch.zeros_like(count))
     return 1.0 if tokens is None else 1.0 / tokens

@@ -1,4 +1,4 @@
-"""One optimizer for the modules of a topology: gradients summed by one rule, one norm over all modules, one clip."""
+"""One optimizer for all modules of a topology, which sums all gradients by one rule and clips them by one norm."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from megatron_hetero.step.wrapped import differ, is_sharded
 
 
 class JointOptimizer(Optimizer):
-    """The optimizers of this rank's modules as one, built by `build_optimizers`. They are named by `TrainedModule.key`.
+    """An `Optimizer` that combines the optimizers of this rank's modules; `build_optimizers` builds it.
 
-    Learning-rate schedulers see an optimizer of PyTorch: `param_groups` are the groups of all modules. `norms`: after a
-    step, the gradient norm of each module of the topology, fp32 [modules] on the device, before clipping.
+    Learning-rate schedulers of PyTorch accept it: `param_groups` are the groups of all modules. `norms`: the gradient
+    norm of each module of the topology in the last step, before clipping, fp32 [modules] on the device.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class JointOptimizer(Optimizer):
         clip_grad: float = 0.0,
         error_if_nonfinite: bool = True,
     ):
-        # PyTorch's constructor refuses to have no parameters.
+        # Do not call PyTorch's constructor, which refuses an empty list of parameters.
         self.topology, self.clip_grad, self.error_if_nonfinite = topology, clip_grad, error_if_nonfinite
         self.modules, self.optimizers = tuple(modules), dict(optimizers)
         self.defaults = dict[str, Any]()
@@ -57,42 +57,42 @@ class JointOptimizer(Optimizer):
 
     @property
     def by_module(self) -> Mapping[str, Any]:
-        """The optimizer of each module of which something trains: ours, PyTorch's or Megatron's."""
+        """The optimizer of each module with trained parameters, from this package, PyTorch or Megatron, by module."""
         return {name: getattr(each, "optimizer", each) for name, each in self.optimizers.items()}
 
     @property
     def sharded(self) -> Mapping[str, ShardOptimizer]:
-        """The optimizers of `AdamW` and `SGD`, whose states are in flat tensors, by module."""
+        """The optimizers for this package's `AdamW` and `SGD`, whose states are in flat tensors, by module."""
         return {name: each for name, each in self.optimizers.items() if isinstance(each, ShardOptimizer)}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The groups of all modules, in the order of the topology."""
+        """The parameter groups of all modules, in the order of the topology."""
         return [group for optimizer in self.by_module.values() for group in optimizer.param_groups]
 
     # ------------------------------------------------------------------------------------------ within a step
 
     def expect(self, module: str, stage: int) -> None:
-        """Note that the next backward pass of that pipeline stage is its last in the step: sums of gradients may begin
-        within it.
+        """Announce that the next backward pass of a pipeline stage is its last one in the step, so that its gradient
+        sums may begin during this backward pass.
         """
         for view in self._overlapping(module):
             view.expect(stage)
 
     def start_sums(self, module: str) -> None:
-        """Begin the sums of a module's gradients after its last backward pass of the step, on all its ranks. Nothing
-        waits for them before `reduce` or `step`.
+        """Begin to sum a module's gradients over ranks, after its last backward pass of the step. All ranks of the
+        module call this method; only `reduce` and `step` wait for the sums.
         """
         for view in self._overlapping(module):
             view.gradients.start()
 
     def require_unsummed(self) -> None:
-        """Check that further backward passes may add to the gradients of the step. Raises `UserError`."""
+        """Check that backward passes may still add to the gradients of the step. Raises `UserError`."""
         for module in self.modules:
             module.gradients.require_unsummed()
 
     def require_unchanged(self) -> None:
-        """Check that modules have, and train, the parameters for which this was built. Raises `UserError`."""
+        """Raise `UserError` if parameters were replaced, frozen or unfrozen since this optimizer was built."""
         fix = "call `build_optimizers` again, and wrap a DistributedDataParallel anew before; moments start anew"
         if self.sharded:
             fix = "build the module anew, change it before `build_optimizers`, and load a checkpoint of its states"
@@ -109,7 +109,7 @@ class JointOptimizer(Optimizer):
                 raise UserError.at(f"module `{name}`", problem=problem, because=because, fix=fix)
 
     def _overlapping(self, name: str) -> list[TrainedModule]:
-        """The views of a module whose gradients are not summed in each backward pass."""
+        """Return the trained views of a module whose gradients are not already reduced in each backward pass."""
         views = (module for module in self.modules if module.name == name and module.trained)
         return [view for view in views if not view.gradients.reduces_early]
 
@@ -117,9 +117,9 @@ class JointOptimizer(Optimizer):
 
     @torch.no_grad()
     def reduce(self, loss_sum: Tensor | None = None, *, loss_counts_here: bool = False) -> GradientTable:
-        """Sum the gradients over ranks (steps 1 to 4 of the rule) without scaling them. All ranks call it.
-
-        `loss_sum`, `loss_counts_here`: see `add_up`. Raises `UserError` for gradients that have been summed.
+        """Sum the gradients over ranks without scaling, and return the losses and norms. All ranks call this method.
+        `loss_sum`: the fp32 sum of this rank's token losses. `loss_counts_here`: whether the loss of the step includes
+        `loss_sum`. Raises `UserError` for gradients that have already been summed.
         """
         finite = sum_gradients(self.modules)
         return add_up(self.topology, self._squares(), finite, loss_sum, loss_counts_here=loss_counts_here)
@@ -129,34 +129,34 @@ class JointOptimizer(Optimizer):
 
     @torch.no_grad()
     def update(self, scale: float | Tensor, step: int | None = None) -> None:
-        """Step 5: update all weights with the gradients times `scale`. `step`: see `ModuleOptimizer.update`. Raises
-        `UserError` for gradients that have not been summed.
+        """Update all weights with the summed gradients times `scale`. `step`: a unique number of this update; None for
+        the number of updates. Raises `UserError` for gradients that have not been summed.
         """
-        trained = [module for module in self.modules if module.trained]
-        require_ready(trained, finished=True)
+        # Advance the phase before the update, since an optimizer may free gradients in its update.
+        for module in self.modules:
+            if module.trained:
+                module.gradients.advance(Phase.APPLIED)
         for each in self.optimizers.values():
             each.update(scale, step)
-        for module in trained:
-            module.gradients.advance(Phase.APPLIED)
 
     @watched
     @torch.no_grad()
     def step(self, closure: None = None, *, tokens: Tokens | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Finish the gradients, clip them and update. All ranks call it, also those with nothing to train.
+        """Finish and clip the gradients, and update the weights. All ranks call this, even ranks that train nothing.
 
         Args:
-            closure: must be None; PyTorch's optimizers have one.
-            tokens: as for `finish_gradients`, which need not be called; None if it has been.
+            closure: must be None; the argument exists for compatibility with PyTorch's optimizers.
+            tokens: number of tokens of the whole step; None if `finish_gradients` has been called.
 
         Returns:
-            The norm over the gradients of all modules before clipping, fp32 [] on the device.
+            The gradient norm over all modules before clipping, an fp32 scalar on the device.
 
         Raises:
-            NotFiniteError: on all ranks. A gradient is NaN or infinite. Weights and states are as before, and training
-                can continue after `zero_grad`. See `error_if_nonfinite` of `build_optimizers`.
-            UserError: on all ranks. There is a closure; `zero_grad` was not called since the step before; parameters
-                were replaced, frozen or unfrozen, or weights changed under their masters; or `finish_gradients` would
-                refuse `tokens` or the gradients.
+            NotFiniteError: on all ranks, with `error_if_nonfinite`. A gradient is NaN or infinite. Weights and states
+                are unchanged, and training can continue after `zero_grad`.
+            UserError: on all ranks. `closure` is given; `zero_grad` was not called since the previous step; parameters
+                were replaced, frozen or unfrozen; weights were changed but not their masters; or `finish_gradients`
+                would refuse `tokens` or the gradients.
         """
         if closure is not None:
             raise UserError.at("JointOptimizer.step", found="a closure", expected="none", fix="call backward before")
@@ -176,49 +176,49 @@ class JointOptimizer(Optimizer):
 
     @watched
     def finish_gradients(self, tokens: Tokens) -> None:
-        """Finish the gradients of the modules of this optimizer; `step(tokens=None)` applies them."""
+        """Turn all gradients into gradients of the mean loss over `tokens`; `step(tokens=None)` then applies them."""
         all_or_none(self.topology.host, lambda: self._require_ready(finished=False))
         checked = self.topology if self.error_if_nonfinite else None
         finish(self.modules, factor_of(self.topology, tokens), checked)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise `UserError`: parameters cannot be added."""
+        """Raise `UserError`: parameters cannot be added to this optimizer."""
         because, fix = "all ranks of a module reduce the same parameters", "build the optimizers again"
         problem = "parameters cannot be added"
         raise UserError.at("JointOptimizer.add_param_group", problem=problem, because=because, fix=fix)
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
-        """Copy the weights of the models to the fp32 masters, which would otherwise overwrite loaded weights in the
-        next step; `step` refuses such weights unless masters are on another device.
+        """Copy the weights of the models to the fp32 masters. Call this method after loading weights: the next step
+        would otherwise overwrite the weights or, if they are on the masters' device, raise `UserError`.
         """
         for each in self.optimizers.values():
             each.reload_model_params()
 
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients, before the first backward pass of a step."""
+        """Zero the gradients of all modules. Call this method before the first backward pass of each step."""
         for module in self.modules:
             module.gradients.zero(set_to_none=set_to_none)
         for each in self.optimizers.values():
             each.zero()
 
     def wait_for_weights(self) -> None:
-        """Wait for weights that are being gathered, before they are read other than by a run of their module."""
+        """Wait for weights that are being gathered. Call this method before reading weights outside a forward pass."""
         for module in self.modules:
             module.weights.wait()
 
     @watched
     def state_for_dcp(self) -> dict[str, Any]:
-        """Weights, persistent buffers and optimizers of this rank's modules for `torch.distributed.checkpoint`, which
-        loads them in place; then call `load_from_dcp`. All ranks call it.
+        """Return weights, persistent buffers and optimizer states of this rank for `torch.distributed.checkpoint`. To
+        resume, load a checkpoint into this result and call `load_from_dcp`. All ranks call this method.
 
-        What ranks share and shards of a `DTensor` (FSDP2, PyTorch's tensor parallelism) have one key, and resume in any
-        layout. Other shards (pipeline stages, Megatron's tensor and expert parallelism, states of `AdamW` and `SGD`)
-        have separate keys, and resume in the same degrees.
+        Replicated values and shards of a `DTensor` (FSDP2, PyTorch's tensor parallelism) have one key, and can be
+        loaded in any layout. Other shards (pipeline stages, Megatron's tensor and expert parallelism, states of `AdamW`
+        and `SGD`) have a key for each shard, and can be loaded only with the same parallel degrees.
 
         Raises:
-            UserError: on all ranks. A module has Megatron's optimizer, or a `DTensor` is where it would be pickled.
+            UserError: on all ranks. A module has Megatron's optimizer, or a `DTensor` would be pickled.
         """
         return all_or_none(self.topology.host, self._state_for_dcp)
 
@@ -238,7 +238,7 @@ class JointOptimizer(Optimizer):
 
     @watched
     def load_from_dcp(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state_for_dcp`, once `torch.distributed.checkpoint` has loaded it. All ranks call it."""
+        """Load `state`, a result of `state_for_dcp` into which a checkpoint has been loaded. All ranks call this."""
         self.wait_for_weights()
         for key, stages in self._models.items():
             for number, chunk in stages.items():
@@ -247,7 +247,7 @@ class JointOptimizer(Optimizer):
 
     @property
     def _models(self) -> dict[str, dict[str, Any]]:
-        """The models of this rank by number of the stage, by key of the module."""
+        """The models of this rank: for each module's checkpoint key, the models by stage number."""
         return {
             dcp_key(*views): dict(zip(map(str, views[0].stages), views[0].chunks, strict=True))
             for views in self._views.values()
@@ -255,7 +255,7 @@ class JointOptimizer(Optimizer):
 
     @property
     def _keys(self) -> dict[str, str]:
-        """The keys of the optimizers in `state_dict`. A shard of states has a separate key on each rank."""
+        """The key of each optimizer in `state_dict`. Sharded states have a separate key on each rank."""
         keys = dict[str, str]()
         for name, optimizer in self.optimizers.items():
             keys[name] = dcp_key(optimizer.module)
@@ -264,13 +264,13 @@ class JointOptimizer(Optimizer):
         return keys
 
     def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The state of each module's optimizer on this rank. Ranks with other shards have other keys. Megatron's
-        distributed optimizer leaves out its shards.
+        """Return the state of each module's optimizer on this rank, with different keys for different shards. The state
+        of Megatron's distributed optimizer does not include its shards.
         """
         return {key: self.optimizers[name].state_dict() for name, key in self._keys.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Load a result of `state_dict` on this rank, in the same layouts. Raises `UserError` for other modules."""
+        """Load a `state_dict` of this rank in the same layouts. Raises `UserError` for a state of other modules."""
         if state_dict.keys() != set(self._keys.values()):
             found, expected = ", ".join(state_dict) or "no modules", ", ".join(self._keys.values()) or "none"
             fix = "load what the same rank saved, in the same layouts"
@@ -283,8 +283,8 @@ class JointOptimizer(Optimizer):
 
 
 def _require_visible(value: Any, path: str = "state", *, pickled: bool = False) -> None:
-    """Check that `torch.distributed.checkpoint` pickles no `DTensor`, as it would save one rank's shard. Raises
-    `UserError`.
+    """Check that `value` has no `DTensor` in a place that `torch.distributed.checkpoint` pickles: only one rank's shard
+    would be saved. Raises `UserError`.
     """
     if pickled and is_sharded(value):
         because, fix = "it is pickled, and one rank's is loaded by all", "put it in dicts and lists only"

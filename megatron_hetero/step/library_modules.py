@@ -1,6 +1,6 @@
-"""Describes modules of any kind, as a library user passes them, as `TrainedModule`s: which parameters train, how tensor
-parallelism splits them, and how wrappers have reduced their gradients. A wrapper may be around the whole module or any
-module inside it.
+"""Describes the modules that a library user passes as `TrainedModule`s: which parameters are trained, how tensor
+parallelism shards the parameters, and how wrappers (DDP, FSDP2) have reduced their gradients. A wrapper may be around
+the whole module or any submodule.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.collective import Facts, differing_facts, require_same_facts
@@ -30,13 +30,13 @@ from megatron_hetero.step.gradient_state import GradientState
 from megatron_hetero.step.module import OverTp, TrainedModule
 from megatron_hetero.step.wrapped import Remaining, WrappedGradients, WrappedWeights, is_sharded, local
 
-Chunks = Any  # What `fully_shard` returns is no `nn.Module` to type checkers.
-"""A module, or a list of one for each of its virtual stages."""
+Chunks = Any  # Type checkers do not see the result of `fully_shard` as an `nn.Module`.
+"""A module, or a list of modules, one for each virtual stage of this rank."""
 
 
 def trained_modules(topology: Topology, modules: Mapping[str, Chunks | None]) -> tuple[TrainedModule, ...]:
-    """Describe the modules of this rank, in the order of the topology, once for each view that parameters belong to.
-    Raises `UserError` if the topology has others, or if a wrapper reduces in an unknown way.
+    """Describe the modules of this rank, in the order of the topology, once for each view that has parameters. Raises
+    `UserError` if the topology has other modules on this rank, or if a wrapper's reduction is not supported.
     """
     given = {name: _chunks(module) for name, module in modules.items()}
     given = {name: chunks for name, chunks in given.items() if chunks}
@@ -67,9 +67,9 @@ def trained_modules(topology: Topology, modules: Mapping[str, Chunks | None]) ->
 
 
 def require_replicas(modules: Sequence[TrainedModule]) -> None:
-    """Check that the replicas of each module train the same parameters, that its ranks along `tp` sum the same
-    gradients over `tp`, and that its first and last stage both train a parameter that they share, or neither.
-    Collective over the ranks of each module, which all raise `UserError` if they differ.
+    """Check that all replicas of a module train the same parameters, that its tensor-parallel ranks sum the same
+    gradients over `tp`, and that a parameter shared by its first and last stage is trained on both or frozen on both.
+    Collective over the ranks of each module; all of these ranks raise `UserError` if there is a difference.
     """
     gathered: list[tuple[str, list[Facts], list[int]]] = []
     for module in modules:
@@ -87,13 +87,13 @@ def require_replicas(modules: Sequence[TrainedModule]) -> None:
             if group.size() > 1 and (differing := differing_facts(group, f"module `{module.name}`", numbered)):
                 gathered.append((module.name, differing, dist.get_process_group_ranks(group)))
     fix = "build, freeze and wrap the module in the same way on all its ranks, whose gradients are summed"
-    # After all comparisons: a rank that raises earlier would leave ranks of other groups waiting.
+    # Raise only after all comparisons: a rank that raised earlier would leave ranks of other groups waiting.
     for name, differing, ranks in gathered:
         require_same_facts(f"module `{name}`: trainable parameters", differing, ranks, fix)
 
 
 def _has_ends(topology: Topology, name: str) -> bool:
-    """Return whether this rank has a group of a module's first and last stage."""
+    """Return whether this rank is in a process group of the first and last pipeline stage of a module."""
     try:
         return topology.group(name, *ENDS).size() > 1
     except KeyError:
@@ -101,7 +101,7 @@ def _has_ends(topology: Topology, name: str) -> bool:
 
 
 def _sums(module: TrainedModule, name: str) -> str:
-    """Describe the reductions of a gradient, for a comparison between ranks."""
+    """Describe the reductions of a parameter's gradient as text, which ranks compare."""
     text = f"`{name}`"
     if name in module.over_tp:
         text += f", its {module.over_tp[name]} over tp"
@@ -111,9 +111,9 @@ def _sums(module: TrainedModule, name: str) -> str:
 
 
 def unreduced(module: TrainedModule) -> str:
-    """Return PyTorch's wrapper that did not average gradients in the last backward pass, if any."""
+    """Return the name of a PyTorch wrapper that did not average gradients in the last backward pass; "" if none."""
     for wrapper in _wrappers(module.chunks):
-        # DDP sets this attribute in each forward pass.
+        # DDP sets this attribute to False in a forward pass under `no_sync` or `no_grad`.
         if isinstance(wrapper, DistributedDataParallel) and not wrapper.require_forward_param_sync:
             return "DistributedDataParallel"
         if not has_reduced(wrapper):
@@ -122,8 +122,8 @@ def unreduced(module: TrainedModule) -> str:
 
 
 def reshard(chunks: Sequence[nn.Module]) -> None:
-    """Reshard all modules of FSDP2. After a forward pass alone they have unsharded parameters, which the next forward
-    pass would use as they are.
+    """Reshard all FSDP2 modules. After a forward pass without a backward pass, their parameters are still unsharded,
+    and the next forward pass would use these outdated values.
     """
     for wrapper in _wrappers(chunks):
         if isinstance(wrapper, FSDPModule):
@@ -131,13 +131,13 @@ def reshard(chunks: Sequence[nn.Module]) -> None:
 
 
 Description = Mapping[str, tuple[int, bool, int]]
-"""By name, the identity of each parameter, whether it trains, and the address of its values if a buffer has them."""
+"""For each parameter name: the parameter's id, whether it is trained, and its data address if persistent, else 0."""
 
 
 def described(module: TrainedModule) -> Description:
-    """Describe the parameters of a module on this rank. FSDP2 has resharded them afterwards."""
+    """Describe the parameters of a module on this rank. Reshards the module's FSDP2 modules."""
     chunks: Any = module.chunks
-    # Read before FSDP2 replaces the parameters.
+    # Read `requires_grad` before `reshard` replaces the parameters.
     trains = [p.requires_grad for chunk in chunks for p in chunk.parameters()]
     reshard(chunks)
     prefixes = [f"stage {stage}: " if len(chunks) > 1 else "" for stage in module.stages]
@@ -150,7 +150,7 @@ def described(module: TrainedModule) -> Description:
 
 
 def require_unchanged(module: TrainedModule, before: Description, fix: str) -> None:
-    """Check that a module has the parameters of `before`, and trains the same. Raises `UserError`."""
+    """Raise `UserError` if a module's parameters, or which of them are trained, have changed since `before`."""
     now = described(module)
     changed = next((name for name in (*before, *now) if before.get(name) != now.get(name)), None)
     if changed is None:
@@ -171,8 +171,8 @@ def require_unchanged(module: TrainedModule, before: Description, fix: str) -> N
 
 
 def dcp_key(*views: TrainedModule) -> str:
-    """Return the key of this rank's shard of a module, the same on ranks with the same shard, or with other shards of
-    the same `DTensor`s.
+    """Return the checkpoint key of this rank's shard of a module. Ranks that have the same shard, or different shards
+    of the same `DTensor`s, share a key.
     """
     first = views[0]
     key = first.key
@@ -191,13 +191,13 @@ def dcp_key(*views: TrainedModule) -> str:
 
 
 def spans(parameter: Any, group: dist.ProcessGroup) -> bool:
-    """Return whether the mesh of a `DTensor` has several ranks of the group."""
+    """Return whether the device mesh of a `DTensor` contains more than one rank of `group`."""
     ranks = parameter.device_mesh.mesh.flatten().tolist()
     return len(set(ranks).intersection(dist.get_process_group_ranks(group))) > 1
 
 
 def is_megatrons_ddp(module: nn.Module) -> bool:
-    """Return whether this is Megatron's `DistributedDataParallel`, which stores gradients in buffers of its own."""
+    """Return whether `module` is Megatron's `DistributedDataParallel`, which stores gradients in flat buffers."""
     return hasattr(module, "finish_grad_sync") and hasattr(module, "buffers") and hasattr(module, "ddp_config")
 
 
@@ -208,14 +208,14 @@ def _chunks(module: Chunks | None) -> tuple[nn.Module, ...]:
 
 
 def _wrappers(chunks: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
-    """Return all modules that are wrapped by FSDP2, PyTorch's or Megatron's `DistributedDataParallel`."""
+    """Return all FSDP2 modules and all `DistributedDataParallel` wrappers of PyTorch or Megatron in `chunks`."""
     modules = (module for chunk in chunks for module in chunk.modules())
     return tuple(m for m in modules if isinstance(m, (DistributedDataParallel, FSDPModule)) or is_megatrons_ddp(m))
 
 
 def _trained_views(topology: Topology, name: str, chunks: tuple[nn.Module, ...]) -> list[TrainedModule]:
-    """Describe a module in each view that parameters of this rank belong to, and in the main view. The first one that
-    trains has the wrappers of Megatron, which reduce all gradients at once.
+    """Describe a module in the main view, and in each other view that has parameters on this rank. Megatron's wrappers
+    reduce all gradients at once, so only the first description with trained parameters has these wrappers.
     """
     layout = topology.layouts[name]
     _require_known_views(name, layout)
@@ -234,12 +234,23 @@ def _trained_views(topology: Topology, name: str, chunks: tuple[nn.Module, ...])
 
 
 def _view_of(layout: Layout, of: _Parameter) -> View:
-    """Return the view of a parameter: Megatron marks parameters of experts that only some data-parallel ranks have."""
+    """Return the view of a parameter. Megatron sets `allreduce=False` on expert parameters under expert parallelism."""
     return EXPERTS if EXPERTS in layout.views and not getattr(of.parameter, "allreduce", True) else MAIN
 
 
-_STATES = WeakKeyDictionary[nn.Module, dict[tuple[str, View], GradientState]]()
-"""The state of the gradients of each module, by its first chunk: each call of `finish_gradients` describes it anew."""
+_STATES: Any = WeakIdKeyDictionary()
+"""The gradient state of a module in a view, by its first trained parameter. The key is a parameter, so that any wrapper
+around the module, such as a compiled module, has the same state.
+"""
+
+
+def _state_of(name: str, trained: Sequence[nn.Parameter]) -> GradientState:
+    """Return the gradient state of the `trained` parameters of a module in a view; a new state on the first call."""
+    if not trained:
+        return GradientState(name)
+    if trained[0] not in _STATES:
+        _STATES[trained[0]] = GradientState(name)
+    return _STATES[trained[0]]
 
 
 def _trained_module(
@@ -267,7 +278,7 @@ def _trained_module(
         ranks_with_copies={each: here.copies(of) for each, of in trained.items()},
     )
     gradients = WrappedGradients(
-        state=_STATES.setdefault(chunks[0], {}).setdefault((name, view), GradientState(name)),
+        state=_state_of(name, [of.parameter for of in trained.values()]),
         platform=topology.platform,
         parameters={each: of.parameter for each, of in trained.items()},
         remaining={each: here.remaining(of) for each, of in trained.items()},
@@ -298,7 +309,7 @@ def _trained_module(
 
 
 def _parameters(here: _Module, chunks: Mapping[int, nn.Module]) -> dict[str, _Parameter]:
-    """Return the parameters of the `chunks`, which are by stage, named as in the whole module."""
+    """Return all parameters of the `chunks`, by name in the whole module. `chunks`: chunks by stage."""
     parameters, known = dict[str, _Parameter](), set[int]()
     for stage, chunk in chunks.items():
         around, fsdp = dict[int, _Around](), dict[int, Any]()
@@ -317,8 +328,8 @@ def _parameters(here: _Module, chunks: Mapping[int, nn.Module]) -> dict[str, _Pa
 
 
 def _tied(topology: Topology, name: str, parameters: Mapping[str, nn.Parameter]) -> str | None:
-    """Return the parameter that the other end of the pipeline shares, if any. Raises `UserError` if the ends have no
-    group.
+    """Return the name of the parameter shared by the first and last pipeline stage, if any. Raises `UserError` if the
+    two stages have no process group.
     """
     if topology.layouts[name].pp == 1:
         return None
@@ -331,8 +342,8 @@ def _tied(topology: Topology, name: str, parameters: Mapping[str, nn.Parameter])
 
 
 def global_names(chunk: nn.Module, buffers: Sequence[str] = ()) -> dict[str, str]:
-    """Map names of parameters and `buffers` of a stage to names in the whole module: by its method `global_name`, or by
-    the numbers of Megatron-Core's layers, which count over all stages. Without either the result is empty.
+    """Map names of parameters and `buffers` in a stage to names in the whole module: with the stage's method
+    `global_name`, else with Megatron-Core's layer numbers, which count over all stages, else return an empty dict.
     """
     paths = [*(path for path, _ in chunk.named_parameters()), *buffers]
     global_name: Any = getattr(chunk, "global_name", None)
@@ -354,11 +365,11 @@ def global_names(chunk: nn.Module, buffers: Sequence[str] = ()) -> dict[str, str
     return names
 
 
-# --------------------------------------------------------------------------------- what wrappers have done
+# --------------------------------------------------------------------------------- reductions by wrappers
 
 
 class _Around(NamedTuple):
-    """Wrappers around a parameter, and the outermost module and innermost configuration of Megatron's around it."""
+    """The DDP wrappers, the outermost Megatron module and the innermost Megatron config around a parameter."""
 
     ddp: DistributedDataParallel | None = None
     megatrons_ddp: Any = None
@@ -367,7 +378,7 @@ class _Around(NamedTuple):
 
 
 class _Parameter(NamedTuple):
-    """A parameter, its path in its chunk, the wrappers around it, and the group of FSDP2 that shards it, if any."""
+    """A parameter, its path in its chunk, its wrappers, and the FSDP2 parameter group that shards it, if any."""
 
     path: str
     parameter: Any
@@ -376,8 +387,8 @@ class _Parameter(NamedTuple):
 
 
 def _walk(module: nn.Module, outer: _Around, around: dict[int, _Around], fsdp: dict[int, Any]) -> None:
-    """Add the wrappers around each parameter inside `module`, which is inside `outer`, by identity, and groups of
-    FSDP2.
+    """Walk `module` recursively, and add the wrappers of each parameter to `around` and its FSDP2 parameter group to
+    `fsdp`, by the parameter's id. `outer`: the wrappers around `module`.
     """
     for group in fsdp_groups(module):
         fsdp.update((id(each.sharded_param), group) for each in group.fsdp_params)
@@ -409,18 +420,18 @@ class _Module:
         return self.layout.degrees_in(self.view)
 
     def remaining(self, of: _Parameter) -> Remaining:
-        """Return the reductions of a gradient that wrappers leave to do. Raises `UserError`."""
+        """Return the reductions of a gradient that wrappers have not done. Raises `UserError`."""
         sum_axes = self.view.sum_axes
         reduced, divisor = self._reduced(of)
         left = tuple(axis for axis in sum_axes if axis not in reduced and self.degrees[axis] > 1)
         groups = [self.topology.group(self.name, axis) for axis in left]
         if left and all(axis in left or self.degrees[axis] == 1 for axis in sum_axes):
-            groups = [self.topology.group(self.name, *sum_axes)]  # One group for all axes.
+            groups = [self.topology.group(self.name, *sum_axes)]  # Sum over all axes in one group.
         return Remaining(left, tuple(groups), divisor)
 
     def copies(self, of: _Parameter) -> int:
-        """Return the number of ranks with the same elements of a parameter, along the axes that sum gradients and the
-        dims of its mesh. Raises `UserError`.
+        """Return the number of ranks with the same elements of a parameter, along the axes that sum gradients and, for
+        a `DTensor`, the dimensions of its mesh. Raises `UserError`.
         """
         if not is_sharded(of.parameter):
             return prod(self.degrees[axis] for axis in self.view.sum_axes)
@@ -428,10 +439,10 @@ class _Module:
         return _copies(of.parameter) * prod(self.degrees[axis] for axis in self.view.sum_axes if axis not in along)
 
     def _reduced(self, of: _Parameter) -> tuple[tuple[str, ...], float]:
-        """Return the axes along which a wrapper has reduced a gradient, and by what it has divided it."""
+        """Return the axes along which a wrapper has reduced a gradient, and the divisor that the wrapper applied."""
         around = of.around
         if around.megatrons_ddp is not None:
-            # Its mean is over the ranks of the main view, for experts too.
+            # Megatron's wrapper averages over the ranks of the main view, even for experts.
             sums = around.megatrons_ddp.config.calculate_per_token_loss
             return self.view.sum_axes, 1.0 if sums else prod(self.layout.degrees[axis] for axis in GRADIENT_AXES)
         if of.fsdp is not None:
@@ -443,11 +454,11 @@ class _Module:
         return (), 1.0
 
     def axes_of(self, of: _Parameter) -> tuple[str, ...]:
-        """Return the axes of the mesh of a `DTensor`. Raises `UserError`."""
+        """Return the layout axes that the mesh of a `DTensor` spans. Raises `UserError` if it spans no whole axes."""
         return _axes_between(self, of.parameter.device_mesh.mesh.flatten().tolist(), of.path, sharded=True)
 
     def slices(self, name: str, of: _Parameter, rank: int) -> tuple[TensorSlice, ...]:
-        """Return the slices of the whole parameter that a rank of the group `holders` has, named by module and
+        """Return the slices of the whole parameter on `rank` of the group `holders`. Slices are named by module and
         parameter.
         """
         parameter, tp, name = of.parameter, self.layout.tp, f"{self.name}.{name}"
@@ -457,13 +468,13 @@ class _Module:
         if self.view == EXPERTS:
             return (TensorSlice(_of_expert(name, of, rank), (0, rows)),)
         if is_sharded(parameter) and "tp" in self.axes_of(of):
-            return (TensorSlice(f"{name} of tp {rank}", (0, rows)),)  # A shard counts as a tensor.
+            return (TensorSlice(f"{name} of tp {rank}", (0, rows)),)  # Treat each shard as a separate tensor.
         if tp == 1 or not getattr(parameter, "tensor_model_parallel", False):
             return (TensorSlice(name, (0, rows)),)
         if getattr(parameter, "partition_dim", 0) == 1 and parameter.dim() == 2:
             width = parameter.shape[1]
             return (TensorSlice(name, (0, rows), columns=(rank * width, rank * width + width)),)
-        # Megatron's MLP stacks this rank's rows of the gate on its rows of the linear layer that is gated.
+        # Megatron's gated MLP concatenates this rank's rows of the gate and this rank's rows of the up projection.
         is_gated = getattr(of.around.config, "gated_linear_unit", False)
         matrices = 2 if is_gated and of.path.rpartition(".")[0].endswith("linear_fc1") else 1
         size = rows // matrices
@@ -472,9 +483,9 @@ class _Module:
 
 
 def _stored_slices(name: str, of: _Parameter, rank: int) -> tuple[TensorSlice, ...]:
-    """Return the slices of a parameter that has the attribute `stored_as`: its path in a layer, and for each rank along
-    `tp` slices of stored tensors that are named within that layer. Raises `UserError` for a wrapper that does not know
-    of copies of slices.
+    """Return the slices of a parameter with the attribute `stored_as`: the parameter's path in a layer and, for each
+    rank along `tp`, the slices of stored tensors, which are named within that layer. Raises `UserError` if slices have
+    copies on several ranks and a wrapper does not support copies.
     """
     path, by_rank = of.parameter.stored_as
     copies = held([{path: slices} for slices in by_rank])[rank][path].replicated_slices
@@ -487,8 +498,8 @@ def _stored_slices(name: str, of: _Parameter, rank: int) -> tuple[TensorSlice, .
 
 
 def _of_expert(name: str, of: _Parameter, rank: int) -> str:
-    """Return the name of an expert's parameter in the whole module: Megatron counts experts from 0 on each rank along
-    `ep`.
+    """Return the name of an expert's parameter in the whole module. Megatron numbers the experts of each
+    expert-parallel rank from 0.
     """
     owner, marker, path = name.partition(".local_experts.")
     if not marker:
@@ -499,8 +510,8 @@ def _of_expert(name: str, of: _Parameter, rank: int) -> str:
 
 
 def _require_known_views(name: str, layout: Layout) -> None:
-    """Check that only the view of experts sums gradients over other ranks than the main view: parameters cannot name
-    another view. Raises `UserError`.
+    """Check that every view but `experts` sums gradients over the same ranks as the main view: parameters cannot be
+    assigned to further views. Raises `UserError`.
     """
     for view in layout.views:
         if view != EXPERTS and layout.groups(*view.sum_axes) != layout.groups(*GRADIENT_AXES):
@@ -512,8 +523,8 @@ def _require_known_views(name: str, layout: Layout) -> None:
 
 
 def _require_megatron_fits(here: _Module, around: Mapping[int, _Around], fsdp: Mapping[int, Any]) -> None:
-    """Check that Megatron's experts are divided as in the layout, and that parameters still have the attributes that
-    say how they are split, which `fully_shard` loses. Raises `UserError`.
+    """Check that Megatron's configs divide experts as the layout does, and that parameters sharded by FSDP2 have
+    Megatron's attributes for tensor parallelism, which `fully_shard` loses. Raises `UserError`.
     """
     layout, where = here.layout, f"module `{here.name}`"
     ep = layout.degrees_in(EXPERTS)["ep"] if EXPERTS in layout.views else 1
@@ -532,7 +543,7 @@ def _require_megatron_fits(here: _Module, around: Mapping[int, _Around], fsdp: M
     for model in models if layout.tp * layout.pp > 1 else ():
         layers = () if model is None else model.modules()
         sharded = [(layer, p) for layer in layers for p in layer.parameters(recurse=False) if id(p) in fsdp]
-        # Weights of layers that are split over tp say so.
+        # Weights of tensor-parallel layers must have the attribute `tensor_model_parallel`.
         split = [p for layer, p in sharded if hasattr(layer, "tp_group") and p is getattr(layer, "weight", None)]
         if sharded and not all(hasattr(p, "tensor_model_parallel") for p in split or [p for _, p in sharded]):
             problem = "parameters have lost the attributes that Megatron gave them, such as `tensor_model_parallel`"
@@ -542,8 +553,8 @@ def _require_megatron_fits(here: _Module, around: Mapping[int, _Around], fsdp: M
 
 
 def _axes_between(here: _Module, ranks: Sequence[int], name: str, *, sharded: bool) -> tuple[str, ...]:
-    """Return the axes along which `ranks` differ in the module's view: axes along which gradients are summed, and if
-    `sharded` those that split parameters. Raises `UserError` if they are not all ranks along these.
+    """Return the axes along which `ranks` differ in the module's view. Raises `UserError` unless `ranks` are all ranks
+    along these axes, and gradients are summed or, if `sharded`, parameters are split along each of the axes.
     """
     topology, layout, view = here.topology, here.layout, here.view
     local_indices = layout.indices(topology.rank, view)
@@ -559,14 +570,14 @@ def _axes_between(here: _Module, ranks: Sequence[int], name: str, *, sharded: bo
 
 
 def _copies(parameter: Any) -> int:
-    """Return the number of ranks in the mesh of a `DTensor` with the same elements."""
+    """Return the number of ranks in the mesh of a `DTensor` that have the same elements."""
     mesh = parameter.device_mesh
-    # FSDP2 over tensor parallelism has a `_StridedShard`, whose `is_shard()` is false.
+    # Check `is_replicate()`: FSDP2 over tensor parallelism has `_StridedShard`, whose `is_shard()` is false.
     return prod(mesh.size(dim) for dim, placement in enumerate(parameter.placements) if placement.is_replicate())
 
 
 def _over_tp(of: _Parameter) -> OverTp | None:
-    """Return the reduction of a gradient over tp, by the rules of Megatron's `finalize_model_grads`."""
+    """Return the reduction of a gradient over `tp`, if any, following Megatron's `finalize_model_grads`."""
     name, parameter = of.path, of.parameter
     if getattr(parameter, "average_gradients_across_tp_domain", False):
         return "mean"

@@ -1,8 +1,9 @@
-"""Builds one optimizer for all modules, of a library user or of the program."""
+"""Builds one optimizer for all modules of a topology."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import Any, NoReturn
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from megatron_hetero.base.errors import UserError
-from megatron_hetero.groups.collective import all_or_none, on_every, require_equal
+from megatron_hetero.groups.collective import Working, all_or_none, on_every, require_equal
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import watched
 from megatron_hetero.schedule.gathering import shares_weights
@@ -26,7 +27,7 @@ from megatron_hetero.step.optimizer import ShardOptimizer, build_shard_optimizer
 from megatron_hetero.step.torch_optimizer import MegatronOptimizer, TorchOptimizer
 from megatron_hetero.step.wrapped import WrappedGradients, copy_from_first, is_sharded, local
 
-Config = Any  # A union with a function would hide the fields of the others.
+Config = Any  # A union that includes a function would hide the fields of the other types.
 """`AdamW` or `SGD`, Megatron's `OptimizerConfig`, or a function from a list of parameters to an optimizer of PyTorch.
 """
 
@@ -40,32 +41,31 @@ def build_optimizers(
     clip_grad: float | None = None,
     error_if_nonfinite: bool = True,
 ) -> JointOptimizer:
-    """Build one optimizer for all modules. All ranks call it, after the models are built, wrapped and frozen; `step`
-    refuses a later change. If weights are loaded later, see `JointOptimizer.reload_model_params`.
+    """Build one optimizer for all modules. All ranks call this function after the models are built, wrapped and frozen;
+    `step` refuses later changes. After loading weights later, call `JointOptimizer.reload_model_params`.
 
-    Replicas of a module get the weights of the first. With `AdamW` or `SGD` of this package, gradients are accumulated
-    in flat buffers (`main_grad`), which a `Runner` that knows the optimizer sums within the last backward pass, and
-    the ranks with the same parameters shard the states. For modules in Megatron's `DistributedDataParallel` the
-    optimizer is Megatron's, also its distributed one. For others it is PyTorch's, with Megatron's settings; weights in
-    bfloat16 then have fp32 copies, which it updates.
+    The weights of the first replica of a module are copied to the others. With `AdamW` or `SGD` of this package,
+    gradients are accumulated in flat buffers (`main_grad`), a `Runner` with this optimizer sums the buffers during the
+    last backward pass, and the ranks with the same parameters shard the states. With Megatron's `OptimizerConfig`,
+    modules in Megatron's `DistributedDataParallel` have Megatron's optimizer, which may be distributed; other modules
+    have PyTorch's optimizer with Megatron's settings, which updates fp32 copies of bfloat16 weights.
 
-    A missing gradient counts as zeros, since other ranks may have one: weight decay and momentum move the parameter,
-    where PyTorch's own `step` would skip it. Freeze what must not change.
+    A missing gradient counts as zeros, since other ranks may have a gradient: weight decay and momentum then change the
+    parameter, whereas PyTorch's `step` would skip it. Freeze parameters that must not change.
 
     Args:
         topology: topology of all modules.
         modules: as for `finish_gradients`. A module whose parameters are all frozen has no optimizer.
         config: `AdamW` or `SGD`; Megatron's `OptimizerConfig`; or a function from a list of parameters to an optimizer
             of PyTorch, such as ``partial(torch.optim.AdamW, lr=1e-4)``; or one of these for each module, by name.
-        clip_grad: the largest norm over the gradients of all modules; 0 for any. The default is the value in Megatron's
+        clip_grad: the maximum gradient norm over all modules; 0 for no clipping. The default is the value in Megatron's
             `config`, or 0.
-        error_if_nonfinite: whether `step` refuses gradients that are NaN or infinite, and weights that have changed
-            since the last update where fp32 masters would overwrite them. The host waits for both; with False, NaN is
-            applied.
+        error_if_nonfinite: whether `step` raises for NaN or infinite gradients, and for weights that have changed since
+            the last update and would be overwritten by fp32 masters. The host waits for both checks.
 
     Raises:
-        UserError: on all ranks. `modules` are not those of the rank, replicas have different parameters, ranks have
-            different settings, or a setting does not fit a module.
+        UserError: on all ranks. `modules` are not the rank's modules, replicas have different parameters, settings
+            differ between ranks, or a setting is not supported for a module.
     """
 
     def read() -> tuple[tuple[TrainedModule, ...], dict[str, Config], float]:
@@ -96,11 +96,15 @@ def join_optimizers(
     clip_grad: float,
     *,
     error_if_nonfinite: bool = True,
+    group: dist.ProcessGroup | None = None,
+    working: Working = nullcontext,
 ) -> JointOptimizer:
-    """Build the optimizer of each module and join them. All ranks call it.
+    """Build the optimizer of each module, and join these in a `JointOptimizer`. All ranks call this function.
 
-    `modules`: with equal weights on all replicas; modules of a library user are sharded here, modules of a family
-    already are. `configs`: by name of the module. Raises `UserError` on all ranks.
+    `modules`: modules with equal weights on all replicas. Modules of a library user are sharded here; modules of a
+    model family are already sharded. `configs`: the config of each module, by name. `group`: the ranks that share
+    errors, by default `topology.host`. `working`: returns a context for work for which other ranks wait. Raises
+    `UserError` on all ranks.
     """
     offloads = any(getattr(config, "offload", False) for config in configs.values())
     streams = topology.platform.side_streams(2) if offloads else ()
@@ -112,13 +116,13 @@ def join_optimizers(
             if module.trained and not _updated_beside(module, configs[module.name])
         ]
 
-    optimizers = {each.module.key: each for each in all_or_none(topology.host, build)}
+    optimizers = {each.module.key: each for each in all_or_none(group or topology.host, build, working)}
     sharded = [optimizers[module.key].module if module.key in optimizers else module for module in modules]
     return JointOptimizer(topology, sharded, optimizers, clip_grad, error_if_nonfinite)
 
 
 def _build_one(module: TrainedModule, config: Config, streams: Sequence[torch.cuda.Stream]) -> ModuleOptimizer:
-    """Build the optimizer of a module of which something trains. Raises `UserError`."""
+    """Build the optimizer of a module that has trained parameters. Raises `UserError`."""
     if isinstance(config, AdamW | SGD):
         return build_shard_optimizer(_shared_by_zero(module, config), config, streams)
     gradients = _wrapped(module)
@@ -141,30 +145,30 @@ def _build_one(module: TrainedModule, config: Config, streams: Sequence[torch.cu
 
 
 def _updated_beside(module: TrainedModule, config: Config) -> bool:
-    """Return whether Megatron's optimizer of another view updates these parameters, too."""
+    """Return whether Megatron's optimizer of another view of the module also updates the parameters of this view."""
     return _is_megatrons(config) and bool(_wrapped(module).in_main_grad) and not _wrapped(module).ddps
 
 
 def _wrapped(module: TrainedModule) -> WrappedGradients:
-    """Return the gradients of a library user's module that no optimizer of this package shards."""
+    """Return the `WrappedGradients` of a library user's module that no optimizer of this package shards."""
     assert isinstance(module.gradients, WrappedGradients), "a module of a library user"
     return module.gradients
 
 
 def _is_megatrons(config: Config) -> bool:
-    """Return whether this is Megatron's `OptimizerConfig`."""
+    """Return whether `config` is Megatron's `OptimizerConfig`."""
     return hasattr(config, "clip_grad") and hasattr(config, "lr") and not callable(config)
 
 
 def _refuse(module: TrainedModule, found: str, expected: str) -> NoReturn:
-    """Raise the `UserError` of a wrapper and a configuration that do not fit."""
+    """Raise `UserError` for a wrapper and a config that are incompatible."""
     fix = "change the wrapper of that module or its configuration, which may be given by name"
     raise UserError.at(f"build_optimizers: `{module.name}`", found=found, expected=expected, fix=fix)
 
 
 def _torch_from(module: TrainedModule, config: Any) -> Callable[[list[nn.Parameter]], Optimizer]:
-    """Return a function that builds PyTorch's optimizer with Megatron's settings and rules: biases and norms have no
-    weight decay.
+    """Return a function that builds PyTorch's optimizer with Megatron's settings. As in Megatron, biases and norms have
+    no weight decay.
     """
     plain = [p for p in module.trained.values() if not is_sharded(p)]
     if config.use_distributed_optimizer and plain:
@@ -192,15 +196,15 @@ def _torch_from(module: TrainedModule, config: Any) -> Callable[[list[nn.Paramet
 
 
 def _group(config: Any, parameters: list[nn.Parameter], exempt: bool) -> dict[str, Any]:
-    """Return a group with the keys that Megatron's scheduler reads."""
+    """Return a parameter group with the keys that Megatron's learning-rate scheduler reads."""
     decay = 0.0 if exempt else config.weight_decay
     rates = {"max_lr": config.lr, "min_lr": config.min_lr, "lr_mult": 1.0, "wd_mult": 0.0 if exempt else 1.0}
     return {"params": parameters, "weight_decay": decay, **rates}
 
 
 def _shared_by_zero(module: TrainedModule, algorithm: Algorithm) -> TrainedModule:
-    """Move gradients to buffers, and shard the module by its ZeRO stage, unless it is a family's and was sharded when
-    it was built. Raises `UserError` for one that is wrapped.
+    """Move gradients to buffers and shard the module by its ZeRO stage. Return a module of a model family unchanged: it
+    was sharded when it was built. Raises `UserError` for a wrapped module.
     """
     if not isinstance(module.gradients, WrappedGradients):
         return module
@@ -241,7 +245,7 @@ def _shared_by_zero(module: TrainedModule, algorithm: Algorithm) -> TrainedModul
         )
         parameters |= {name_by_path[path]: p for path, p in chunk.named_parameters()}
     for stage in stages:
-        stage.before_run(algorithm.zero == 2)  # For loops without a `Runner`.
+        stage.before_run(algorithm.zero == 2)  # A training loop without a `Runner` does not call `before_run`.
     weights, gradients = in_shards(module.key, parameters, group, tuple(stages))
     return replace(module, weights=weights, gradients=gradients)
 
@@ -251,8 +255,8 @@ def _filled(name: str, _: Tensor) -> None:
 
 
 def _require_plain(module: TrainedModule, gradients: WrappedGradients) -> None:
-    """Check that no wrapper shards the module already, and that there are masters for the dtype of its weights. Raises
-    `UserError`.
+    """Check that no wrapper shards the module or averages its gradients, and that its weights are in fp32 or bfloat16.
+    Raises `UserError`.
     """
     for name, parameter in module.trained.items():
         expected = "the module itself: this optimizer shards its states, and with `zero` its weights"
@@ -267,7 +271,7 @@ def _require_plain(module: TrainedModule, gradients: WrappedGradients) -> None:
 
 
 def _with_tied_names(module: TrainedModule) -> TrainedModule:
-    """Give a copy of a tied parameter the stored name of the original."""
+    """Return the module with the copy of a tied parameter, if any, named as the original parameter is stored."""
     if module.tied is None:
         return module
     names_by_end: list[Any] = [None] * module.ends.size()
@@ -285,8 +289,8 @@ def _with_tied_names(module: TrainedModule) -> TrainedModule:
 
 @torch.no_grad()
 def _broadcast_weights(module: TrainedModule) -> None:
-    """Give all replicas of a module the weights of the first. Replicas of a `DTensor` differ along axes that its mesh
-    does not have.
+    """Copy the weights of a module's first replica to the other replicas. A `DTensor` is copied along the axes that its
+    mesh does not span.
     """
     parameters = list(module.parameters.values())
     copy_from_first([p.data for p in parameters if not is_sharded(p)], module.replicas)
@@ -297,7 +301,7 @@ def _broadcast_weights(module: TrainedModule) -> None:
 
 
 def _config_of(config: Any, module: str) -> Config:
-    """Return the configuration of a module. Raises `UserError` if it has none."""
+    """Return the optimizer config of a module. Raises `UserError` if it is missing or of an unknown type."""
     where = f"build_optimizers: config of `{module}`"
     if isinstance(config, Mapping):
         if module not in config:
@@ -311,7 +315,7 @@ def _config_of(config: Any, module: str) -> Config:
 
 
 def _clip_of(configs: Collection[Config], clip_grad: float | None) -> float:
-    """Return the largest norm of all gradients, 0 for any. Raises `UserError` if configurations differ in it."""
+    """Return the maximum gradient norm, 0 for no clipping. Raises `UserError` if configs have different values."""
     if clip_grad is None:
         limits = {float(config.clip_grad) for config in configs if _is_megatrons(config)}
         if len(limits) > 1:
@@ -325,18 +329,18 @@ def _clip_of(configs: Collection[Config], clip_grad: float | None) -> float:
 
 
 def _common_defaults(topology: Topology, optimizers: Mapping[str, ModuleOptimizer]) -> dict[str, Any]:
-    """Return the defaults that all optimizers of all ranks have. Schedulers such as `OneCycleLR` read from them which
-    settings they may change, also on ranks that train nothing.
+    """Return the `defaults` entries that the optimizers of all ranks have in common. Schedulers such as `OneCycleLR`
+    read them to find which settings to change, even on ranks without trained parameters.
     """
     by_rank = on_every(topology.host, lambda: [_defaults_of(each) for each in optimizers.values()])
-    # A rank whose share has no elements has none.
+    # An optimizer whose share has no elements has no defaults.
     known = [defaults for rank in by_rank for defaults in rank if defaults]
     first = known[0] if known else {}
     return {name: value for name, value in first.items() if all(name in defaults for defaults in known)}
 
 
 def _defaults_of(optimizer: Any) -> dict[str, Any]:
-    """Return the defaults of PyTorch's optimizer, also inside Megatron's, or the settings of our groups."""
+    """Return the `defaults` of PyTorch's optimizer, possibly inside Megatron's, or a `ShardOptimizer`'s settings."""
     if isinstance(optimizer, ShardOptimizer):
         return {k: v for group in optimizer.param_groups[:1] for k, v in group.items() if k not in ("params", "names")}
     while optimizer is not None and not isinstance(optimizer, Optimizer):

@@ -1,9 +1,9 @@
-"""Low-rank adapters (LoRA) beside the linear layers of a model of Megatron-Core, in any layout.
+"""Low-rank adapters (LoRA) for the linear layers of Megatron-Core models, in any parallel layout.
 
-A layer of Megatron may be several projections: `linear_qkv` computes queries, keys and values, the `linear_fc1` of a
-gated MLP computes the gate and the "up" projection. Each has a separate A and B, as in folders of PEFT.
+A Megatron layer may fuse several projections: `linear_qkv` computes queries, keys and values, and the `linear_fc1` of a
+gated MLP computes the gate and up projections. Each projection has a separate A and B, as in PEFT checkpoints.
 
-Megatron-Core is imported when a model is given, since that takes seconds.
+Megatron-Core is imported only when `lora` is called, since the import takes seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_hetero.step.library_modules import global_names
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 Pieces = tuple[tuple[str, Interval], ...]
-"""Consecutive rows of a layer's output: the projection that each piece belongs to, and its rows in that."""
+"""Consecutive pieces of a layer's output rows: the projection of each piece, and the rows of the projection in it."""
 
 
 def lora(
@@ -36,29 +36,29 @@ def lora(
     targets: Sequence[str] = TARGETS,
     seed: int = 0,
 ) -> list[str]:
-    """Put low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) beside linear layers of a model of Megatron-Core,
-    and freeze its own parameters.
+    """Add low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) to linear layers of a Megatron-Core model, and
+    freeze all other parameters.
 
-    Gradients are partial like those of Megatron's layers; `build_optimizers` and `finish_gradients` sum them.
-    Checkpoints of this package resume in any layout. There is no dropout. Call it after loading weights and before
-    `build_optimizers` and any wrapper; call `requires_grad_()` of other parameters that are to train afterwards.
+    `build_optimizers` and `finish_gradients` sum the partial gradients of adapters over `tp`. Checkpoints of this
+    package can be resumed in any layout. There is no dropout. Call this function after loading weights, and before
+    `build_optimizers` and any wrapper; afterwards, unfreeze other parameters to train with `requires_grad_()`.
 
     Args:
-        model: a `GPTModel`, or another with `config` and `pg_collection`, of Megatron's own linear layers. With virtual
-            stages, each of them.
-        r: rank.
+        model: a `GPTModel`, or another model with `config` and `pg_collection`, with Megatron's linear layers. For
+            virtual stages, call this function for the model of each stage.
+        r: rank of the adapters.
         alpha: adapters are scaled by alpha / r. The default is `r`.
-        rslora: scale by alpha / sqrt(r) (Kalajdzievski 2023, arXiv 2312.03732).
-        targets: last components of names of linear layers, or patterns of whole names with layers counted over all
-            stages, such as `decoder.layers.[0-3].self_attention.*`.
-        seed: seed of the initial values, which are the same in every layout: A is uniform within 1 / sqrt(in), B zero.
+        rslora: whether to scale by alpha / sqrt(r) instead (Kalajdzievski 2023, arXiv 2312.03732).
+        targets: last components of linear layers' names, or patterns of full names with layers counted over all stages,
+            such as `decoder.layers.[0-3].self_attention.*`.
+        seed: seed of the initial values, which are equal in all layouts: A is uniform within ±1 / sqrt(in), B is zero.
 
     Returns:
         The names of the layers with adapters, on this rank.
 
     Raises:
-        UserError: a number is out of range; or a target matches nothing, or a layer that cannot have adapters, such as
-            one of Transformer Engine. The model is unchanged then.
+        UserError: a number is out of range; a target matches no layer, or a layer that cannot have adapters, such as a
+            Transformer Engine layer. The model is then unchanged.
     """
     _require_values(r, alpha, targets)
     groups, config = (getattr(model, name, None) for name in ("pg_collection", "config"))
@@ -79,13 +79,13 @@ def lora(
     for name, layer in layers.items():
         _attach(layer, name, pieces[name], groups, r, scale, seed)
     if config.recompute_granularity and embedding is not None:
-        # Megatron's recomputation gives no gradients to parameters unless an input has some.
+        # Megatron's activation recomputation computes no parameter gradients unless an input requires grad.
         embedding.register_forward_hook(lambda _module, _inputs, out: out.requires_grad_() if out.is_leaf else out)
     return list(layers)
 
 
 def _require_values(r: object, alpha: object, targets: object) -> None:
-    """Check the arguments by themselves. Raises `UserError`."""
+    """Check the values of `lora`'s arguments, without the model. Raises `UserError`."""
     if not isinstance(r, int) or isinstance(r, bool) or r < 1:
         raise UserError.at("lora: r", found=repr(r), expected="an integer ≥ 1", fix="give the rank of the adapters")
     if alpha is not None and not (isinstance(alpha, int | float) and 0 < alpha < inf):
@@ -98,7 +98,7 @@ def _require_values(r: object, alpha: object, targets: object) -> None:
 
 
 def _require_low(r: int, name: str, layer: Any, by_rank: Sequence[Pieces]) -> None:
-    """Check that a rank is no larger than the dims of the projections of a layer. Raises `UserError`."""
+    """Check that the rank `r` is no larger than the dimensions of a layer's projections. Raises `UserError`."""
     for kind in dict.fromkeys(kind for pieces in by_rank for kind, _ in pieces):
         size = [_rows_of(by_rank, _stored(kind, "B")), layer.input_size]
         if r > min(size):
@@ -108,7 +108,7 @@ def _require_low(r: int, name: str, layer: Any, by_rank: Sequence[Pieces]) -> No
 
 
 def _targeted(model: nn.Module, config: Any, targets: Sequence[str]) -> dict[str, Any]:
-    """Return the layers that targets match by their names in the whole model. Raises `UserError`."""
+    """Return the layers that `targets` match, by name in the whole model. Raises `UserError`."""
     names = global_names(model)
     linear = dict[str, Any]()
     for path, layer in model.named_modules():
@@ -131,7 +131,7 @@ def _targeted(model: nn.Module, config: Any, targets: Sequence[str]) -> dict[str
 
 
 def _require_dense(name: str, layer: Any) -> None:
-    """Check that a layer is one of Megatron's that can have adapters. Raises `UserError`."""
+    """Check that a layer is a dense Megatron linear layer, which can have adapters. Raises `UserError`."""
     from megatron_hetero.groups.megatron import tensor_parallel
 
     by_input, where = isinstance(layer, tensor_parallel.RowParallelLinear), f"lora: {name}"
@@ -152,7 +152,7 @@ def _require_dense(name: str, layer: Any) -> None:
 
 
 def _attach(layer: Any, name: str, by_rank: Sequence[Pieces], groups: Any, r: int, scale: float, seed: int) -> None:
-    """Put adapters beside a layer. `by_rank`: its projections on each rank along tp."""
+    """Add adapters to a layer. `by_rank`: the layer's projections on each rank along `tp`."""
     from megatron_hetero.groups.megatron import tensor_parallel
     from megatron_hetero.models.adapters import Lora
     from megatron_hetero.models.layers.backend import TORCH
@@ -179,10 +179,10 @@ def _attach(layer: Any, name: str, by_rank: Sequence[Pieces], groups: Any, r: in
     )
     platform = Platform(weight.device, "nccl" if weight.device.type == "cuda" else "gloo")
     beside: Any = LowRank(shape, Site(groups, platform, TORCH, weight.dtype, config.sequence_parallel))
-    beside.B.sequence_parallel = by_input and config.sequence_parallel  # No rank has rows of another.
+    beside.B.sequence_parallel = by_input and config.sequence_parallel  # A replicated B is used on sharded tokens.
     for path, parameter, is_split in (("lora.A", beside.A, by_input), ("lora.B", beside.B, not by_input)):
         parameter.stored_as = path, tuple(slices_of_rank[path] for slices_of_rank in slices)
-        if is_split and tp.size() > 1:  # The attributes of parameters of Megatron's layers.
+        if is_split and tp.size() > 1:  # Megatron's layers set these attributes of their parameters.
             parameter.tensor_model_parallel = True
             parameter.partition_dim = int(by_input)
             parameter.partition_stride = 1
@@ -198,9 +198,9 @@ def _attach(layer: Any, name: str, by_rank: Sequence[Pieces], groups: Any, r: in
 
 
 def _add(layer: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    """Return the output of a layer plus the output of its adapters."""
+    """Return a layer's output plus the output of the layer's adapters, and the bias, as a forward hook."""
     out, bias = output
-    tokens = min(len(inputs[0]), len(out))  # On this rank: under sequence parallelism one of the two has all tokens.
+    tokens = min(len(inputs[0]), len(out))  # This rank's tokens: with sequence parallelism, the larger has all tokens.
     return layer.lora.add(out, inputs[0], (tokens,)), bias
 
 
@@ -210,7 +210,7 @@ def _unknown_to_megatron(*_: Any, **__: Any) -> Any:
 
 
 def _pieces(layer: Any, name: str, rank: int, tp: int) -> Pieces:
-    """Return the projections of a layer's output on a rank along tp, in order."""
+    """Return the pieces of a layer's output on a rank along `tp`, in the order of the output rows."""
     config, rows = layer.config, len(layer.weight)
     kind = name.rpartition(".")[2]
     if kind == "linear_qkv":
@@ -226,7 +226,7 @@ def _is_split(layer: Any) -> bool:
 
 
 def _heads(config: Any, name: str, rows: int) -> Iterator[tuple[str, Interval]]:
-    """Yield the rows of queries, keys and values as Megatron interleaves them, group by group. Raises `UserError`."""
+    """Yield the rows of queries, keys and values in Megatron's order, by query group. Raises `UserError`."""
     width, groups = config.kv_channels, config.num_query_groups
     queries = config.num_attention_heads // groups * width
     if rows != groups * (queries + 2 * width):
@@ -239,7 +239,7 @@ def _heads(config: Any, name: str, rows: int) -> Iterator[tuple[str, Interval]]:
 
 
 def _between(pieces: Iterator[tuple[str, Interval]], start: int, stop: int) -> Iterator[tuple[str, Interval]]:
-    """Yield the pieces between two rows of all pieces: Megatron cuts keys and values of few groups anywhere."""
+    """Yield the pieces in rows [start, stop). Pieces are cut at both ends, as tensor parallelism may split a group."""
     at = 0
     for kind, (first, last) in pieces:
         low, high = max(start, at), min(stop, at + last - first)
@@ -251,7 +251,7 @@ def _between(pieces: Iterator[tuple[str, Interval]], start: int, stop: int) -> I
 def _slices(
     pieces: Pieces, kinds: Sequence[str], r: int, columns: Interval | None
 ) -> Mapping[str, tuple[TensorSlice, ...]]:
-    """Return the slices of stored tensors that a rank has in A and in B."""
+    """Return the slices of stored tensors in a rank's parameters `lora.A` and `lora.B`."""
     slices_a = [TensorSlice(_stored(kind, "A"), (0, r), number * r, columns) for number, kind in enumerate(kinds)]
     slices_b, at = list[TensorSlice](), 0
     for kind, rows in pieces:
@@ -261,7 +261,7 @@ def _slices(
 
 
 def _stored(kind: str, matrix: str) -> str:
-    """Name a stored tensor within its layer."""
+    """Return the name of a stored A or B within its layer."""
     return f"{kind}.lora_{matrix}.weight" if kind else f"lora_{matrix}.weight"
 
 
@@ -270,5 +270,5 @@ def _columns(weight: Tensor, rank: int) -> Interval:
 
 
 def _rows_of(by_rank: Sequence[Pieces], stored: str) -> int:
-    """Return the number of rows of a stored B."""
+    """Return the number of rows of the stored tensor B with the name `stored`, over all ranks."""
     return max(stop for pieces in by_rank for kind, (_, stop) in pieces if _stored(kind, "B") == stored)

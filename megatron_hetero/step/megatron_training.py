@@ -1,5 +1,4 @@
-"""Prepares a process for models of Megatron-Core, and runs them in the layouts of a topology.
-
+"""Prepares a process for Megatron-Core models, and runs the models in the layouts of a topology. For example:
 prepare_megatron(topology, seed=1)
 model = GPTModel(config, spec, vocabulary, length, pg_collection=topology.collection("text"))
 forward_backward = megatron_schedule(topology, "text", config)
@@ -19,16 +18,16 @@ from megatron_hetero.layout.layout import Layout
 
 
 def prepare_megatron(topology: Topology, seed: int) -> None:
-    """Create Megatron-Core's memory buffer and random streams. All ranks call it before they build models; a second
-    call seeds anew.
+    """Create Megatron-Core's memory buffer and random streams. All ranks call this function before they build models; a
+    second call resets the seeds.
 
-    PyTorch's generators get the same seed on all ranks. Megatron's stream for tensor-parallel regions differs between
-    the ranks along `tp` and `pp`, and is the same on all replicas. A rank with several modules takes the coordinates of
-    the one with the largest `tp`; numbers that other modules draw differ between their replicas, and `build_optimizers`
-    makes these equal.
+    PyTorch's generators are seeded equally on all ranks. Megatron's stream for tensor-parallel regions differs between
+    ranks along `tp` and `pp`, and is equal on all replicas. A rank with several modules uses the coordinates of the
+    module with the largest `tp`; initial weights of its other modules may differ between replicas until
+    `build_optimizers` makes replicas equal.
 
-    If `parallel_state` is initialised, its buffer and the streams that it seeded are left alone; initialise it first.
-    On a CPU a literal `device="cuda"`, and `Tensor.cuda()`, mean the CPU from now on in this process.
+    If Megatron's `parallel_state` is already initialised, its memory buffer and random streams are not changed. On a
+    CPU, `device="cuda"` and `Tensor.cuda()` refer to the CPU in this process after the call.
     """
     from megatron_hetero.groups import megatron
 
@@ -41,24 +40,24 @@ def prepare_megatron(topology: Topology, seed: int) -> None:
 
 
 def megatron_schedule(topology: Topology, module: str, config: Any) -> Callable[..., Any]:
-    """Megatron's own `forward_backward_func` for a module, with the groups of the topology.
+    """Return Megatron's `forward_backward_func` for a module, with the process groups of the topology.
 
-    It is called as Megatron calls it, by the ranks of the module:
+    The ranks of the module call the result as in Megatron:
 
         losses = forward_backward(
             forward_step_func=..., data_iterator=..., model=..., num_microbatches=8, seq_length=4096, micro_batch_size=1
         )
 
-    Leave `config.finalize_model_grads_func` out: gradients are finished over all modules, after the gradients of rows
-    have returned.
+    Do not set `config.finalize_model_grads_func`: `finish_gradients` sums gradients of all modules, after gradients of
+    rows have been returned.
 
     Args:
-        topology: built with `module` among its `megatron` modules, which is the default.
+        topology: a topology with `module` among its `megatron` modules, which is the default.
         module: name of the module.
         config: the model's `TransformerConfig`.
 
     Raises:
-        UserError: `config` and the layout differ.
+        UserError: `config` does not match the module's layout.
         KeyError: this rank is not in the module's layout.
     """
     from megatron_hetero.groups.megatron import megatron_loop
@@ -70,7 +69,7 @@ def megatron_schedule(topology: Topology, module: str, config: Any) -> Callable[
 
 
 def _check(where: str, layout: Layout, config: Any) -> None:
-    """Check a configuration against the layout. Raises `UserError`."""
+    """Check that a Megatron config matches the layout. Raises `UserError`."""
     for axis, field, degree in (
         ("tp", "tensor_model_parallel_size", layout.tp),
         ("pp", "pipeline_model_parallel_size", layout.pp),

@@ -1,14 +1,14 @@
-"""Fp32 numbers stored in fewer bits: master weights and moments of optimizers (docs/training.md, "Optimizer states in
-fewer bytes"), and the random bits with which they are rounded.
+"""Formats that store fp32 numbers in fewer bits: master weights and moments of optimizers (docs/training.md, "Optimizer
+states in fewer bytes"), and the random bits for stochastic rounding.
 
     Master     fp32 weights, or bfloat16 weights beside fp32 masters, beside the lower 16 bits of the masters, or alone
                (stochastic rounding: Gupta et al. 2015, arXiv 1502.02551)
     Plain      fp32, or bfloat16, rounded stochastically
-    Blocks8    one byte an element and a scale for each block of 256 (Dettmers et al. 2021, arXiv 2110.02861)
+    Blocks8    one byte for each element, a scale for each block of 256 (Dettmers et al. 2021, arXiv 2110.02861)
 
-All tensors are flat and concatenate many parameters, so that a handful of kernels processes all of them.
-Random bits are a hash of a text and an element's place: they are the same on all ranks that hold the element, on every
-device, after a resume, and however many elements are rounded at a time.
+All tensors are flat concatenations of many parameters, so that few kernels process all parameters. Random bits are a
+hash of a text and an element's index: they are the same on all ranks that store the element, on every device, after a
+resume, and for any batch size of the rounding.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import torch
 from torch import Tensor
 
 BITS = 16
-"""Random bits of a draw, as many as rounding from fp32 to bfloat16 removes."""
+"""Number of random bits in a draw, which is the number of bits that rounding from fp32 to bfloat16 removes."""
 _LOW = (1 << BITS) - 1
 _KEY_BITS = 24
-"""Bits of a key, which fp32 represents exactly."""
+"""Number of bits of a key: fp32 represents 24-bit integers exactly."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Random bits of elements from place `start` on, by two `keys` of 24 bits. `number` counts draws of an element."""
+    """Random bits of the elements from index `start` on, by two 24-bit `keys`. `number`: the index of the draw."""
 
     keys: tuple[int, int]
     start: int = 0
@@ -41,7 +41,7 @@ class Noise:
 
     @classmethod
     def of(cls, text: str, start: int = 0) -> Self:
-        """Derive the keys from a text."""
+        """Return noise with keys derived from a text."""
         digest = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
         return cls((digest % (1 << _KEY_BITS), (digest >> _KEY_BITS) % (1 << _KEY_BITS)), start)
 
@@ -52,51 +52,51 @@ class Noise:
 
 
 def hashed(place: Tensor, key: Tensor | int, other: Tensor | int, round: int = 0) -> Tensor:
-    """Hash each int32 place to 32 random bits."""
+    """Hash each int32 index in `place`, with two keys and a round number, to 32 random bits."""
     return _mixed(_mixed(place + key) ^ (other + (round << _KEY_BITS)))
 
 
 def halves(bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Split 32 bits into the lower and the upper 16."""
+    """Return the lower 16 bits and the upper 16 bits of each int32 element."""
     return bits & _LOW, (bits >> BITS) & _LOW
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """C. Wellons' `lowbias32` (nullprogram.com/blog/2018/07/31), in int32: factors wrap, and shifts bring in zeros."""
+    """Return `x` hashed by C. Wellons' `lowbias32` (nullprogram.com/blog/2018/07/31), in wrapping int32 arithmetic."""
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
     x = (x ^ ((x >> 15) & 0x1FFFF)) * _wrapped(0x846CA68B)
     return x ^ ((x >> 16) & 0xFFFF)
 
 
 def _wrapped(number: int) -> int:
-    """Wrap a number to int32."""
+    """Return a number wrapped to the range of int32."""
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 BLOCK = 256
-"""Elements of a block with one scale."""
+"""Number of elements in a block, which shares one scale."""
 PIECE = 1 << 23
-"""Elements that are unpacked at a time: 32 MiB in fp32."""
+"""Number of elements that are unpacked at a time: 32 MiB in fp32."""
 assert PIECE % BLOCK == 0, "pieces begin at block boundaries"
 BATCHES = 32
-"""Numbers are unpacked or copied for an update in about this many batches, if these are small."""
+"""Approximate number of batches in which numbers are unpacked or copied for an update, if the batches are small."""
 _SHARE = 8
-"""Masters are rounded in at most about this many pieces: the workspace is 1/24 of masters and moments."""
+"""Maximum number of pieces in which masters are rounded: the workspace is 1/24 of masters and moments."""
 HALF = 1 << 15
-"""Half a unit of bfloat16, in bits of fp32."""
+"""Half a unit in the last place of bfloat16, in the bits of fp32."""
 _NAN = 0x7FC00000
-"""Bits of the smallest quiet NaN: adding to those of a larger one might wrap."""
+"""The bits of the smallest quiet NaN. Adding to the bits of a larger NaN might overflow."""
 
 
 @dataclass(frozen=True, eq=False)
 class FlatTensors:
-    """Flat tensors of one dtype, indexed as if they were concatenated."""
+    """A sequence of flat tensors of one dtype, indexed as one concatenated tensor."""
 
     tensors: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Self:
-        """Merge `tensors` that are neighbours in memory."""
+        """Return the `FlatTensors` of `tensors`. Tensors that are adjacent in memory are merged."""
         merged = list[Tensor]()
         for tensor in tensors:
             if merged and _adjoin(merged[-1], tensor):
@@ -112,11 +112,11 @@ class FlatTensors:
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """The end of each tensor."""
+        """The end index of each tensor in the concatenation."""
         return tuple(accumulate(map(len, self.tensors)))
 
     def views(self, start: int, stop: int) -> list[Tensor]:
-        """Views of elements [start, stop), one of each tensor that has some."""
+        """Return views of elements [start, stop), one view of each tensor that contains any of these elements."""
         views = list[Tensor]()
         place = bisect_right(self.ends, start)
         while start < stop:
@@ -127,7 +127,7 @@ class FlatTensors:
         return views
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop): a view if one tensor has them all."""
+        """Return elements [start, stop), as a view if they are all in one tensor."""
         views = self.views(start, stop)
         return views[0] if len(views) == 1 else torch.cat(views)
 
@@ -140,7 +140,7 @@ class FlatTensors:
             torch._foreach_copy_(targets, values.contiguous().split(list(map(len, targets))))
 
     def slice(self, start: int, stop: int) -> FlatTensors:
-        """Elements [start, stop), as views."""
+        """Return elements [start, stop) as `FlatTensors` of views."""
         return FlatTensors(tuple(self.views(start, stop)))
 
 
@@ -149,7 +149,7 @@ class Plain:
     """Fp32 numbers in one tensor of fp32 or bfloat16, on any device.
 
     Attributes:
-        values: the tensor; None in formats that have no tensor whose elements are the numbers.
+        values: the tensor of the numbers; other formats have None if no single tensor contains the numbers.
         device: the device that computes with the numbers.
     """
 
@@ -157,27 +157,27 @@ class Plain:
     device: torch.device
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return numbers [start, stop), fp32 on the device: a view if they are stored so, in one tensor."""
+        """Return numbers [start, stop) in fp32 on the device, as a view if they are stored so in one tensor."""
         return self.values[start:stop].to(self.device, non_blocking=True).float()
 
     def write(self, start: int, values: Tensor, noise: Noise | None = None) -> None:
-        """Store `values`, fp32, from `start` on. Rounding is stochastic with `noise`, and to the nearest without."""
+        """Store fp32 `values` from `start` on. Rounding is stochastic if `noise` is given, else to nearest."""
         target = self.values[start : start + len(values)]
         if noise is not None and target.dtype == torch.bfloat16:
             values = upper_half(rounded_stochastically(values, noise))
         _copy_unless_same(target, values)
 
     def slice(self, start: int, stop: int) -> Plain:
-        """Numbers [start, stop), as views."""
+        """Return numbers [start, stop) as a `Plain` that is a view."""
         return Plain(self.values[start:stop], self.device)
 
 
 @dataclass(frozen=True, eq=False)
 class Master:
-    """Fp32 masters of the `weights`, with the interface of `Plain`.
+    """Fp32 master values of the `weights`, with the interface of `Plain`.
 
-    Fp32 weights are their own masters. Weights in bfloat16 have `beside` them the masters in fp32, or the lower halves
-    of the masters (int16), or nothing: then they are rounded stochastically.
+    Fp32 weights are the masters. For bfloat16 weights, `beside` stores the fp32 masters or the lower 16 bits of each
+    master (int16); if `beside` is None, there are no masters, and weights are rounded stochastically.
     """
 
     weights: FlatTensors
@@ -191,12 +191,12 @@ class Master:
 
     @property
     def are_weights(self) -> bool:
-        """Whether the weights are the masters."""
+        """Whether the weights themselves are the masters, in fp32."""
         return self.weights.dtype == torch.float32
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which masters are stored, except for the upper halves of split ones."""
+        """The dtype in which masters are stored; for split masters, the dtype of the lower halves."""
         return self.weights.dtype if self.beside is None else self.beside.dtype
 
     def read(self, start: int, stop: int) -> Tensor:  # noqa: D102
@@ -226,15 +226,15 @@ class Master:
 
 @dataclass(frozen=True, eq=False)
 class Blocks8:
-    """Fp32 numbers as bytes with a scale for each block, with the interface of `Plain`.
+    """Fp32 numbers stored as one byte each and a scale for each block, with the interface of `Plain`.
 
     Attributes:
-        codes: bytes that index `levels`.
-        scales: scales of the blocks, fp32.
+        codes: one byte for each number, an index into `levels`.
+        scales: the fp32 scale of each block.
         device: the device that computes with the numbers.
-        squares: whether the numbers are second moments: they are never negative, and their square roots are stored,
-            since their range is twice as wide as that of first moments.
-        sizes: sizes of the parameters, each of which begins a block.
+        squares: whether the numbers are second moments, which are never negative. Their square roots are stored, since
+            second moments have twice the dynamic range of first moments.
+        sizes: number of elements of each parameter. Each parameter begins a new block.
     """
 
     codes: Tensor
@@ -263,12 +263,12 @@ class Blocks8:
         shares = _without_gaps(shares, lengths)
         above = torch.searchsorted(known, shares, out_int32=True).clamp_(1, len(known) - 1)
         low, high = known[above - 1], known[above]
-        position = (shares - low) / (high - low)  # Between the two levels, in [0, 1].
+        position = (shares - low) / (high - low)  # The relative position between the two levels, in [0, 1].
         # Stochastic rounding takes the lower level with the probability that preserves the mean.
         limit = 0.5 if noise is None else noise.bits(len(position), position.device) * 2.0**-BITS
         codes = above - (position <= limit).int()
         if self.squares:
-            codes = torch.where(shares > 0, codes.clamp(min=1), codes)  # A divisor must not become 0.
+            codes = torch.where(shares > 0, codes.clamp(min=1), codes)  # Updates divide by these roots: avoid 0.
         self.codes[start : start + len(values)].copy_(codes, non_blocking=True)
         self.scales[first:last].copy_(scales, non_blocking=True)
 
@@ -279,14 +279,14 @@ class Blocks8:
 
     @cached_property
     def _ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The ends of the elements and of the blocks of each parameter."""
+        """The cumulative end of each parameter, counted in elements and counted in blocks."""
         return tuple(accumulate(self.sizes)), tuple(accumulate(map(_blocks, self.sizes)))
 
     def _cut(self, start: int, stop: int) -> tuple[int, list[int], tuple[int, int]]:
-        """Locate elements [start, stop).
+        """Locate elements [start, stop) in the blocks.
 
-        Returns how many elements of the first block precede them, how many of them each parameter has, and the range of
-        their blocks.
+        Returns the number of elements of the first block before `start`, the number of the elements in each parameter,
+        and the range of blocks.
         """
         ends, block_ends = self._ends
         lengths, skipped, first_block, last_block = list[int](), 0, 0, 0
@@ -305,7 +305,7 @@ class Blocks8:
 
 
 Stored = Plain | Master | Blocks8
-"""Fp32 numbers in some format."""
+"""Fp32 numbers in one of the formats of this module."""
 
 
 def _blocks(elements: int) -> int:
@@ -313,13 +313,13 @@ def _blocks(elements: int) -> int:
 
 
 def _copy_unless_same(target: Tensor, values: Tensor) -> None:
-    """Copy `values`, unless they are a view of the target, updated in place."""
+    """Copy `values` to `target`, unless `values` is a view of the same memory, which was updated in place."""
     if _place(target) != _place(values) or target.dtype != values.dtype:
         target.copy_(values, non_blocking=True)
 
 
 def _adjoin(one: Tensor, other: Tensor) -> bool:
-    """Whether `other` follows `one` in memory."""
+    """Return whether `other` directly follows `one` in memory."""
     memory, start = _place(one)
     return (memory, start + len(one)) == _place(other)
 
@@ -329,8 +329,8 @@ def _place(tensor: Tensor) -> tuple[int, int]:
 
 
 def _gaps(lengths: Sequence[int], skipped: int = 0) -> Iterator[tuple[int, int]]:
-    """Yield where the elements of each parameter begin and end, if each is padded to whole blocks. `skipped`: how many
-    elements the first block lacks.
+    """Yield the begin and end of each parameter if each parameter is padded to whole blocks. `skipped`: number of
+    elements that are missing from the first block.
     """
     begin = 0
     for length in lengths:
@@ -340,7 +340,7 @@ def _gaps(lengths: Sequence[int], skipped: int = 0) -> Iterator[tuple[int, int]]
 
 
 def _with_gaps(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Pad the values of parameters of `lengths` elements with zeros to whole blocks each."""
+    """Return the values of parameters of `lengths` elements, each parameter padded with zeros to whole blocks."""
     places = list(_gaps(lengths))
     padded = values.new_zeros(places[-1][1] + -places[-1][1] % BLOCK)
     torch._foreach_copy_([padded[begin:end] for begin, end in places], values.split(list(lengths)))
@@ -348,7 +348,7 @@ def _with_gaps(values: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def _without_gaps(padded: Tensor, lengths: Sequence[int], skipped: int = 0) -> Tensor:
-    """Undo `_with_gaps`."""
+    """Return the values without the padding that `_with_gaps` adds."""
     places = list(_gaps(lengths, skipped))
     if places[-1][1] == sum(lengths):
         return padded[: sum(lengths)]
@@ -356,12 +356,12 @@ def _without_gaps(padded: Tensor, lengths: Sequence[int], skipped: int = 0) -> T
 
 
 def batch_elements(elements: int) -> int:
-    """Return how many of the `elements` of a module that a rank updates are unpacked or copied at a time."""
+    """Return the batch size for unpacking or copying the `elements` of a module that a rank updates."""
     return min(4 * PIECE, max(PIECE, -(-elements // BATCHES)))
 
 
 def unpacked(stored: Stored, start: int, stop: int) -> Tensor:
-    """Read numbers [start, stop), fp32 on the host."""
+    """Return numbers [start, stop) as an fp32 tensor on the host."""
     numbers = torch.empty(stop - start)
     for first in range(start, stop, PIECE):
         last = min(first + PIECE, stop)
@@ -370,7 +370,7 @@ def unpacked(stored: Stored, start: int, stop: int) -> Tensor:
 
 
 def write_all(stored: Stored, values: Tensor, device: torch.device) -> None:
-    """Store `values` of any floating type, on the device or the host, rounded to the nearest."""
+    """Store all `values`, of any floating dtype on the device or the host, rounded to nearest."""
     for start in range(0, len(values), PIECE):
         stored.write(start, values[start : start + PIECE].to(device).float())
 
@@ -379,12 +379,12 @@ def write_all(stored: Stored, values: Tensor, device: torch.device) -> None:
 
 
 def nearest_bfloat16(values: Tensor) -> Tensor:
-    """Round fp32 `values` of any shape to bfloat16, as weights are."""
+    """Return fp32 `values` of any shape in bfloat16, with the rounding that weights have."""
     return upper_half(rounded(values.contiguous().view(-1))).view(values.shape)
 
 
 def limited(values: Tensor) -> Tensor:
-    """Copy the bits of fp32 `values`, int32, limited so that adding up to one unit of bfloat16 does not wrap."""
+    """Return the int32 bits of fp32 `values`, clamped so that adding one bfloat16 unit (1 << 16) does not overflow."""
     return values.view(torch.int32).clamp(max=_NAN)
 
 
@@ -394,30 +394,30 @@ def rounded(values: Tensor) -> Tensor:
 
 
 def rounded_stochastically(values: Tensor, noise: Noise) -> Tensor:
-    """Return the same for `values` that are rounded up with the probability that preserves the mean."""
+    """Return int32 bits whose upper halves are fp32 `values` in bfloat16, rounded stochastically without bias."""
     return noise.bits(len(values), values.device).add_(limited(values))
 
 
 def upper_half(bits: Tensor) -> Tensor:
-    """View the upper halves of int32 `bits` as bfloat16. (All platforms of PyTorch are little-endian.)"""
+    """Return the upper halves of int32 `bits` as a bfloat16 view. All platforms of PyTorch are little-endian."""
     return bits.view(torch.bfloat16)[1::2]
 
 
 def joined(weights: Tensor, lower: Tensor) -> Tensor:
-    """Restore fp32 numbers from bfloat16 `weights`, the `rounded` numbers, and the `lower` halves, int16."""
-    upper = weights.contiguous().view(torch.int16) + (lower >> 15)  # -1 where the weight was rounded up.
+    """Return the fp32 numbers of bfloat16 `weights`, which are `rounded`, and int16 `lower` halves of the bits."""
+    upper = weights.contiguous().view(torch.int16) + (lower >> 15)  # Subtract 1 where the weight was rounded up.
     return torch.stack((lower, upper), 1).view(torch.float32).view(-1)
 
 
 def code_of_zero(squares: bool) -> int:
-    """The code of the number 0."""
+    """Return the code of the number 0."""
     return 0 if squares else 127
 
 
 @lru_cache
 def levels(signed: bool, device: torch.device) -> Tensor:
-    """The numbers that codes stand for, ascending to 1, fp32 [255]: a decimal exponent in unary, and the rest of the
-    bits evenly spaced in between (dynamic tree quantization, Dettmers 2015, arXiv 1511.04561).
+    """Return the numbers that codes represent, ascending to 1, fp32 [255]. Levels are evenly spaced in each decade, and
+    higher decades have more levels (dynamic tree quantization, Dettmers 2015, arXiv 1511.04561).
     """
     exponents, positive = 7, [1.0]
     for exponent in range(exponents):
@@ -425,7 +425,7 @@ def levels(signed: bool, device: torch.device) -> Tensor:
         edges = torch.linspace(0.1, 1, count + 1, dtype=torch.float64)
         positive += ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - exponents + 1)).tolist()
     positive.sort()
-    # 1 itself replaces the largest of these: the scale of a block is its largest number, and is stored exactly.
+    # Replace the largest level by 1: a block's scale is its largest absolute value, which is then stored exactly.
     del positive[-2]
     negative = [-level for level in reversed(positive)] if signed else []
     return torch.tensor([*negative, 0.0, *positive], dtype=torch.float32, device=device)

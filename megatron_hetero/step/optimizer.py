@@ -1,11 +1,11 @@
-"""The optimizer of a module whose states are sharded, as flat tensors.
+"""An optimizer whose states are sharded over the ranks of a module, as flat tensors.
 
-Each rank of the module's data- and context-parallel group updates an equal share of the buffers, and alone stores
-master weights and moments for it (ZeRO stage 1, Rajbhandari et al. 2020, arXiv 1910.02054). SGD is replicated.
+Each rank of the module's data- and context-parallel group updates an equal share of the buffers, and only this rank
+stores the share's masters and moments (ZeRO stage 1, Rajbhandari et al. 2020, arXiv 1910.02054). SGD is replicated.
 
-On a GPU with a compiler, an update is one pass over all numbers (`fused`). Elsewhere, and with moments of 8 bits,
-PyTorch's kernel computes it, and numbers in less than fp32, or in host memory, are unpacked in batches: a module is
-never in fp32 as a whole. Operations that do not depend on single parameters run on a whole batch at once.
+On a GPU with a compiler, an update is one pass over all numbers (`fused`). Otherwise, and with 8-bit moments, PyTorch's
+kernel computes the update, and numbers in less than fp32 or in host memory are unpacked in batches, so that a module is
+never entirely in fp32. Operations that do not depend on a parameter's settings process a whole batch.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from megatron_hetero.step.optimizer_state import OptimizerShard, OptimizerState,
 
 @dataclass(frozen=True, eq=False)
 class ShardOptimizer(ModuleOptimizer):
-    """Updates this rank's share of a module's weights.
+    """An optimizer that updates this rank's share of a module's weights.
 
     Attributes:
         module: the module.
         algorithm: AdamW or SGD, with its settings.
-        states: states of the parameters of which this rank updates any elements.
-        param_groups: groups as in PyTorch's optimizers, with the `names` of the parameters.
-        streams: streams of the device for states in host memory: one batch is copied while the next is computed.
+        states: states of the parameters that this rank updates, at least in part, one state for each dtype of weights.
+        param_groups: parameter groups as in PyTorch's optimizers, with the `names` of the parameters.
+        streams: device streams for states in host memory: copies of a batch overlap with the update of another.
     """
 
     module: TrainedModule
@@ -81,8 +81,8 @@ class ShardOptimizer(ModuleOptimizer):
     @torch.no_grad()
     @override
     def update(self, scale: float | Tensor, step: int | None = None) -> None:
-        """Gather the updated weights, too. Collective over the ranks with the same weights. Gradients are undefined
-        afterwards.
+        """Update this rank's weights, and begin to gather all updated weights. Collective over the ranks with the same
+        weights. Gradients are undefined afterwards.
         """
         if step is None:
             step = 1 + max((int(state.updates.max()) for state in self.states), default=0)
@@ -118,7 +118,7 @@ class ShardOptimizer(ModuleOptimizer):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Copy the states of each parameter in fp32."""
+        """Return copies of the states of each parameter in fp32, and the settings of the parameter groups."""
         shards = {
             name: {kind: unpacked(stored, 0, shard.stop - shard.start) for kind, stored in shard.stored.items()}
             | {"updates": shard.updates.clone()}
@@ -130,7 +130,7 @@ class ShardOptimizer(ModuleOptimizer):
     @torch.no_grad()
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Compute the weights from the loaded masters, too. Collective like `update`."""
+        """Load states, and compute weights from loaded masters. Collective over the ranks with the same weights."""
         for name, shard in self.shards.items():
             for kind, stored in shard.stored.items():
                 write_all(stored, state["shards"][name][kind], self.module.topology.platform.device)
@@ -141,7 +141,7 @@ class ShardOptimizer(ModuleOptimizer):
 
     @torch.no_grad()
     def renew_weights(self) -> None:
-        """Compute the weights from masters that were loaded."""
+        """Compute the weights from the masters, and begin to gather them. Collective."""
         self.module.weights.wait()
         for state, batch in self._batches:
             if not state.master.are_weights:
@@ -168,7 +168,7 @@ class ShardOptimizer(ModuleOptimizer):
                 compiled(update_)(*tensors, numbers[place], ends[place])
 
     def _segment(self, group: Mapping[str, Any], count: float) -> SegmentRates:
-        """Return the rates of a parameter of `group` at its update number `count`."""
+        """Return the rates of a parameter in `group` at its update number `count`, counted from 1."""
         rate = group["lr"]
         if not self.algorithm.kind.moments:
             return SegmentRates(rate)
@@ -190,7 +190,7 @@ class ShardOptimizer(ModuleOptimizer):
         _, gradients = _fp32(state.gradients, batch)
         stored = [state.master, *(state.moments[name] for name in self.algorithm.kind.moments)]
         wholes, (masters, *moments) = zip(*(_fp32(each, batch) for each in stored), strict=True)
-        # A stack copies the counts, so that the kernel does not count a parameter in several pieces twice.
+        # The stack copies the counts: the kernel increments a count for each piece of a parameter.
         counts: Sequence[Tensor] = ()
         if moments:
             stacked = torch.stack([self.shards[name].updates for name in batch.names])
@@ -224,13 +224,13 @@ class ShardOptimizer(ModuleOptimizer):
                 maximize=False,
             )
         noise = None if self._is_plain(state) else self._noise(state, batch.names[0], batch.start, step)
-        for draw, numbers, whole in zip((2, 0, 1), stored, wholes, strict=False):  # The draws of the fused update.
+        for draw, numbers, whole in zip((2, 0, 1), stored, wholes, strict=False):  # Use the fused update's draws.
             if whole is not None:
                 numbers.write(batch.start, whole, noise and replace(noise, number=draw))
 
     @cached_property
     def _batches(self) -> tuple[tuple[OptimizerState, Batch], ...]:
-        """The batch of each call of PyTorch's kernel."""
+        """The state and the batch of each call of PyTorch's kernel."""
         batches = list[tuple[OptimizerState, Batch]]()
         for state in self.states:
             limit = math.inf if self._is_plain(state) else self._batch_elements
@@ -239,31 +239,31 @@ class ShardOptimizer(ModuleOptimizer):
 
     @property
     def _batch_elements(self) -> int:
-        """Elements that are unpacked or copied at a time."""
+        """The number of elements that are unpacked or copied at a time."""
         return batch_elements(sum(shard.stop - shard.start for shard in self.shards.values()))
 
     def _is_plain(self, state: OptimizerState) -> bool:
-        """Return whether all numbers are in the format, and on the device, of the computation."""
+        """Return whether all numbers of a state are fp32 on the device, so that updates need no conversions."""
         dtypes = {state.gradients.dtype, state.master.dtype}
         dtypes |= {None if moment.values is None else moment.values.dtype for moment in state.moments.values()}
         return dtypes == {torch.float32} and not self.algorithm.offload
 
     def _noise(self, state: OptimizerState, first: str, start: int, step: int) -> Noise:
-        """Return the random bits of elements of a state from `start` on, which are in parameter `first`.
+        """Return the random bits for a state's elements from `start` on. `first`: the parameter of the first element.
 
-        They are the same on all ranks that hold the elements, after a resume, and in batches of any size. The key is
-        the name of a stored tensor, since names of parameters depend on the torch modules.
+        The bits are the same on all ranks that store the elements, after a resume, and in batches of any size. The key
+        includes the name of a stored tensor, since parameter names depend on the implementation of the model.
         """
         name, shard = next(iter(state.shards.items()))
         name = self.module.local_map[name][0].name
         if first == self.module.tied:
-            # Copies of a tied parameter have other names and places on other stages.
+            # The copies of a tied parameter have different names and offsets on different stages.
             name, shard = "tied", state.shards[first]
             start += shard.start - shard.at
         return Noise.of(f"{self.algorithm.seed}/{self.module.name}/{name}/{shard.start}/{step}", start)
 
     def _on(self, place: int) -> AbstractContextManager[object]:
-        """Return a context in the stream of the batch at `place`."""
+        """Return a context in which the stream for the batch number `place` is current."""
         if not self.streams:
             return nullcontext()
         stream = self.streams[place % len(self.streams)]
@@ -272,8 +272,8 @@ class ShardOptimizer(ModuleOptimizer):
 
 
 def _fp32(numbers: Stored | FlatTensors, batch: Batch) -> tuple[Tensor | None, Sequence[Tensor]]:
-    """Return fp32 numbers of a batch, as a whole and of each parameter. Numbers that several tensors store in fp32 are
-    views of these, to be updated in place, without the whole.
+    """Return the fp32 numbers of a batch as one tensor, and split by parameter. For `FlatTensors` that are in fp32, the
+    first result is None, and the others are views to update in place if each is in one tensor.
     """
     flat = numbers.weights if isinstance(numbers, Master) and numbers.are_weights else numbers
     if isinstance(flat, FlatTensors) and flat.dtype == torch.float32:
@@ -283,9 +283,9 @@ def _fp32(numbers: Stored | FlatTensors, batch: Batch) -> tuple[Tensor | None, S
 
 
 def _batches(shards: Mapping[str, OptimizerShard], limit: float, tied: str | None) -> Iterator[Batch]:
-    """Cut all elements into pieces, and group these into batches of at most `limit` elements. Pieces are the same in
-    all formats, so that the vectors of a kernel end at the same elements. The `tied` parameter is alone: on other
-    stages it has other neighbours, and must be rounded in the same way.
+    """Cut all elements into pieces, and yield batches of pieces with at most `limit` elements. Pieces are the same in
+    all formats, so that vectorized kernels give the same results. The `tied` parameter has separate batches, since it
+    must be rounded in the same way on another stage, which has other parameters.
     """
     names, lengths, start, end = list[str](), list[int](), 0, 0
     for name, shard in shards.items():
@@ -305,7 +305,7 @@ def _batches(shards: Mapping[str, OptimizerShard], limit: float, tied: str | Non
 def build_shard_optimizer(
     module: TrainedModule, algorithm: Algorithm, streams: Sequence[torch.cuda.Stream] = ()
 ) -> ShardOptimizer:
-    """Build the optimizer of a module of which something trains. `streams`: for states in host memory."""
+    """Build the optimizer of a module with trained parameters. `streams`: device streams for states in host memory."""
     states = build_states(module, algorithm)
     groups: dict[tuple[float, float], dict[str, Any]] = {}
     for name in (name for state in states for name in state.shards):

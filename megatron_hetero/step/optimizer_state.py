@@ -1,7 +1,7 @@
-"""Master weights and moments of a flat range of each parameter of a module, as the optimizer of this rank stores them.
+"""The masters and moments that this rank's optimizer stores, for a flat range of each parameter of a module.
 
-States of all weights of one dtype are concatenated, in the order of the gradients' memory, so that few calls update
-them.
+The states of all weights of one dtype are concatenated, in the memory order of their gradients, so that few kernel
+calls update all states.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ SECOND_MOMENT = "exp_avg_sq"
 
 @dataclass(frozen=True, eq=False)
 class OptimizerShard:
-    """Elements [start, stop) of a flattened parameter, and the optimizer's state of them.
+    """Elements [start, stop) of a flattened parameter, and the optimizer's state of these elements.
 
     Attributes:
-        start: first element, in the parameter on this rank.
-        stop: end of the elements there.
-        at: the place of the first one in the `OptimizerState`.
+        start: the first element, in the parameter on this rank.
+        stop: the end of the elements, in the parameter on this rank.
+        at: the offset of the first element in the `OptimizerState`.
         gradient: a view of the gradient buffer, [stop - start].
-        master: the weights that are updated.
-        moments: by their names in the state of PyTorch's optimizer.
-        updates: number of updates, fp32 [] on the host.
+        master: the master weights.
+        moments: the moments, by their names in the state of PyTorch's optimizer.
+        updates: the number of updates, an fp32 scalar on the host.
     """
 
     start: int
@@ -44,7 +44,7 @@ class OptimizerShard:
 
     @property
     def stored(self) -> dict[str, Stored]:
-        """All numbers, by their kinds in a checkpoint."""
+        """The masters and moments, by the names of their kinds in a checkpoint."""
         return {"weights": self.master, **self.moments}
 
 
@@ -57,7 +57,7 @@ class OptimizerState:
         master: masters of all shards, concatenated.
         moments: moments of all shards, concatenated, by name.
         updates: the number of updates of each shard, fp32 [shards] on the host.
-        shards: views of these, by the names of parameters.
+        shards: the shard of each parameter, as views of these tensors, by the parameter's name.
     """
 
     gradients: FlatTensors
@@ -68,8 +68,8 @@ class OptimizerState:
 
 
 def build_states(module: TrainedModule, algorithm: Algorithm) -> tuple[OptimizerState, ...]:
-    """Build the states of all trained parameters of which this rank updates any elements, one for each dtype of
-    weights. Moments are zero.
+    """Build the states of all parameters that this rank updates, at least in part, one state for each dtype of weights.
+    Moments are zero.
     """
     ranges = {name: (start, stop) for name, (start, stop) in module.weights.owned.items() if start < stop}
     gradients = {name: module.gradient(name) for name in ranges}
@@ -101,7 +101,7 @@ def build_states(module: TrainedModule, algorithm: Algorithm) -> tuple[Optimizer
 
 
 def _in_memory_order(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Sort names of flat tensors by their storages, and by their offsets inside one."""
+    """Return the names of flat tensors, sorted by storage and by offset in the storage."""
     storages = dict.fromkeys(tensor.untyped_storage()._cdata for tensor in tensors.values())
     order = {storage: number for number, storage in enumerate(storages)}
 
@@ -112,7 +112,7 @@ def _in_memory_order(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _master(module: TrainedModule, algorithm: Algorithm, weights: list[Tensor]) -> Master:
-    """Create masters that equal the `weights`."""
+    """Create masters in the format of `algorithm`, with the values of the `weights`."""
     flat = FlatTensors.of(weights)
     if flat.dtype == torch.float32 or algorithm.master == "none":
         return Master(flat)
@@ -125,7 +125,7 @@ def _master(module: TrainedModule, algorithm: Algorithm, weights: list[Tensor]) 
 
 
 def _moment(module: TrainedModule, algorithm: Algorithm, sizes: tuple[int, ...], squares: bool) -> Stored:
-    """Create a moment of zeros for parameters of `sizes`. `squares`: whether it is the second one."""
+    """Create a zero moment for parameters of the given `sizes`. `squares`: whether it is the second moment."""
     size, device = sum(sizes), module.topology.platform.device
     if algorithm.moments == "8bit":
         codes = _zeros(module, algorithm, size, torch.uint8).fill_(code_of_zero(squares))

@@ -1,6 +1,6 @@
-"""Resources with which a rank executes schedules, the state of a micro-batch between actions, and checks of the first
-step: of hidden states of each link, and of gradients of rows that several ranks need. Ranks compare these through a
-store, since they run at different times. Waits have no time-out: a watchdog ends a wait that takes too long.
+"""The resources with which a rank executes schedules, the state of a micro-batch between actions, and run-time checks.
+The first step checks the hidden states of each link, and gradients of rows that several ranks need. Ranks compare these
+through a store, since they run at different times. A watchdog, not a time-out, ends waits that take too long.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ _POLL_S = 0.005
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class RankResources:
-    """What a rank executes schedules with.
+    """The resources with which a rank executes schedules.
 
     Attributes:
         topology: topology of all modules.
-        graph: its graph.
+        graph: the module graph of the topology.
         modules: the modules on this rank.
-        communicators: communicators of the edges that include this rank, without `check`: the two sides start crossings
-            in different orders.
-        gathered: stages that are notified how long gathered weights stay.
-        optimizer: begins to sum gradients within the last backward pass of a step.
-        watch: measures the seconds of each module, of "boundary" and of "pipeline".
-        watchdog: ends waits that take too long.
-        timeout_s: seconds that an action may take; None for the topology's.
-        checks: checks of the first step, and of the models in each step; None to skip them.
+        communicators: communicators of the edges that include this rank, built with `check=False`, since the two sides
+            of an edge start crossings in different orders.
+        gathered: sharded stages, which are notified before each run whether gathered weights stay.
+        optimizer: the optimizer, which begins to sum gradients during the last backward pass of a step, if any.
+        watch: a stopwatch for the time of each module, of "boundary" and of "pipeline".
+        watchdog: the watchdog, which ends waits that take too long.
+        timeout_s: seconds that an action may take; None for the topology's time-out.
+        checks: checks of the first step, and of the models in each step; None to skip all checks.
     """
 
     topology: Topology
@@ -73,49 +73,49 @@ class RankResources:
 
 @dataclass(eq=False)
 class Activation:
-    """A micro-batch in one stage. If one call computes several, the last of them has what belongs to the call."""
+    """The tensors of a micro-batch in one stage. The last micro-batch of a call of several has the call's tensors."""
 
     embedded: Tensor | None = None
-    """Result of the model's `embed`, until the forward pass."""
+    """The result of the model's `embed`, stored until the forward pass."""
     receives: dict[WorkKind, tuple[Tensor, dist.Work]] = field(default_factory=dict[WorkKind, tuple[Tensor, dist.Work]])
-    """Hidden states (F, R) and their gradient (B), from `irecv` to `wait`."""
+    """Receive buffers of hidden states (F, R) and of their gradient (B), stored from `irecv` to `wait`."""
     received: dict[WorkKind, Tensor] = field(default_factory=dict[WorkKind, Tensor])
-    """The same, from `wait` to the run that uses them."""
+    """Received hidden states (F, R) and their gradient (B), stored from `wait` to the run that uses them."""
     hidden: Tensor | None = None
     """Received hidden states as a leaf of the stage's graph, from the forward pass until their gradient is sent."""
     outputs: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """By name, from the forward pass until they have left the rank or, with a graph, until the backward pass."""
+    """Outputs by name, stored from the forward pass until they are sent or, if they have a graph, back-propagated."""
     hidden_shape: torch.Size | None = None
-    """Shape of the hidden states among the outputs, and so of the gradient that comes back."""
+    """The shape of the hidden states among the outputs, which is also the shape of their gradient."""
     random_state: Any = None
-    """State of the generators before a forward pass that will be recomputed."""
+    """The state of the random generators before a forward pass that will be recomputed."""
     called: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """Outputs of a call of several micro-batches, with their graph, until its backward pass."""
+    """The outputs, with their graph, of one call for several micro-batches, stored until the backward pass."""
     in_chunks: tuple[InChunks, Any] | None = None
-    """Input whose chunks run again in the backward pass, and the random state before the first."""
+    """The input whose chunks are recomputed in the backward pass, and the random state before the first chunk."""
     row_grads: dict[tuple[Edge, int], Tensor] = field(default_factory=dict[tuple[Edge, int], Tensor])
-    """Gradients of rows that left, by edge and micro-batch, from `finish` to the backward pass."""
+    """Gradients of sent rows, by edge and micro-batch, stored from `finish` to the backward pass."""
 
 
 @dataclass(frozen=True, eq=False)
 class ReceivedRows:
-    """Rows that crossed along an edge: leaves of the graph of the stage that they entered, [needed, width], by name."""
+    """The rows received along an edge, as autograd leaves of the receiving stage, [needed, width], by output name."""
 
     leaves: Mapping[str, Tensor]
 
     @classmethod
     def of(cls, rows: Tensor, names: Sequence[str], requires_grad: bool) -> ReceivedRows:
-        """Split rows of several outputs that are side by side, [needed, outputs * width]."""
+        """Split received rows, [needed, outputs * width], into one leaf for each of the outputs `names`."""
         outputs = rows.chunk(len(names), dim=1) if len(names) > 1 else [rows]
         return cls({name: out.detach().requires_grad_(requires_grad) for name, out in zip(names, outputs, strict=True)})
 
     def grad(self) -> Tensor:
-        """Return the gradients, side by side like the rows; zero for unused rows."""
+        """Return the gradients of all outputs, concatenated along dim 1; zero for unused rows."""
         grads = [grad_of(leaf) for leaf in self.leaves.values()]
         return grads[0] if len(grads) == 1 else torch.cat(grads, dim=1)
 
     def when_gradients_are_computed(self, call: Callable[[], None]) -> None:
-        """Call once, in the backward pass, when the last gradient is computed; never if one is not."""
+        """Run `call` in the backward pass once the gradients of all outputs are computed; never if one is missing."""
         missing = set(self.leaves)
 
         def arrived(name: str) -> None:
@@ -130,25 +130,25 @@ class ReceivedRows:
 
 @dataclass(eq=False)
 class LiveMicroBatch:
-    """A micro-batch on a rank, from its first action to its last."""
+    """The state of a micro-batch on a rank, stored from its first action to its last action."""
 
     batch: MicroBatchInputs
-    """The rank's share, on the device."""
+    """This rank's inputs of the micro-batch, on the device."""
     stages: defaultdict[StageId, Activation] = field(default_factory=partial(defaultdict, Activation))
-    """What each stage on the rank stores."""
+    """The tensors of the micro-batch in each stage on the rank."""
     crossings: dict[tuple[WorkKind, Edge], Crossing] = field(default_factory=dict[tuple[WorkKind, Edge], Crossing])
-    """Crossings of rows (F) and of their gradients (B), from `start` to `finish`."""
+    """Crossings of rows (F) and of their gradients (B) in flight, stored from `start` to `finish`."""
     rows: dict[Edge, ReceivedRows] = field(default_factory=dict[Edge, ReceivedRows])
-    """Rows that entered, from `finish` to the run that uses them or, if gradients return, until these leave."""
+    """Received rows, stored from `finish` until they are used or, if gradients are returned, until these are sent."""
 
 
 def grad_of(leaf: Tensor) -> Tensor:
-    """Return the gradient of a model's input; zero if unused."""
+    """Return the gradient of a model's input; zeros if the model did not use the input."""
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 class RunChecks:
-    """The checks of one runner. `name`: the same on all ranks, and unique to the runner."""
+    """The run-time checks of one runner. `name`: a unique name of the runner, the same on all ranks."""
 
     def __init__(self, name: str):
         self._store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
@@ -156,25 +156,25 @@ class RunChecks:
         self._turns: Counter[str] = Counter()
 
     def is_new(self, what: str) -> bool:
-        """Return whether this is the first call for `what`."""
+        """Return whether this is the first call with `what`."""
         new = what not in self._known
         self._known.add(what)
         return new
 
     def publish(self, key: str, what: Sequence[float]) -> None:
-        """Store numbers for other ranks."""
+        """Store numbers under `key` in the store, for other ranks to read."""
         self._store.set(key, json.dumps(what))
 
     def published(self, key: str) -> list[Any]:
-        """Wait for the numbers that another rank publishes, and return them."""
+        """Wait until another rank publishes numbers under `key`, and return the numbers."""
         while not self._store.check([key]):
             time.sleep(_POLL_S)
         return json.loads(self._store.get(key))
 
     def require_fit(self, edge: Edge, plan: LoadedPlan, grads: Tensor) -> None:
-        """Check that gradients of needed rows, [needed, width], are whole or partial as the plan says. Otherwise they
-        would be counted too often or too seldom. Each kind of gradient along an edge is compared until some are not
-        zero. Waits for the other ranks that need the rows. Raises `UserError` on all of these.
+        """Check that the gradients of needed rows, [needed, width], are whole or partial as the plan says: otherwise
+        they would be counted too often or too seldom. Each kind of gradient along an edge is compared until one of
+        them is nonzero. Waits for the other ranks that need the rows. Raises `UserError` on all these ranks.
         """
         where = f"{edge} on {plan.copies}, {'partial' if plan.summed else 'whole'}"
         if where in self._known or not can_compare(plan, grads):
@@ -190,8 +190,8 @@ class RunChecks:
 
 @contextlib.contextmanager
 def without_ddp(rank: int, module: str, stage: int) -> Iterator[None]:
-    """Refuse PyTorch's DDP inside a call of a stage, wherever the stage stores it: it would reduce gradients by itself.
-    Raises `UserError`.
+    """Raise `UserError` if a stage runs PyTorch's DDP inside this context: DDP would also reduce gradients, which the
+    optimizer sums.
     """
 
     def refuse(*_: object, **__: object) -> None:
@@ -200,7 +200,7 @@ def without_ddp(rank: int, module: str, stage: int) -> Iterator[None]:
         fix = "leave it out: `build_optimizers` makes replicas equal, and its `step` sums their gradients"
         raise UserError.at(where, found=found, expected="the module itself", because=because, fix=fix)
 
-    # Hooks on modules would be seen by torch.compile.
+    # Replace `forward` instead of adding hooks to modules, which torch.compile would trace.
     forward = DistributedDataParallel.forward
     try:
         DistributedDataParallel.forward = refuse  # pyright: ignore[reportAttributeAccessIssue]
@@ -210,7 +210,7 @@ def without_ddp(rank: int, module: str, stage: int) -> Iterator[None]:
 
 
 def require_frozen(module: str, stage: int, model: object, inputs: Sequence[Any], loss: Tensor) -> None:
-    """Check that a stage whose `loss` has no graph has nothing to train, unless it is 0. Raises `UserError`."""
+    """Check that a stage whose `loss` is nonzero and has no graph has nothing to train. Raises `UserError`."""
     given = [each for some in inputs for each in (some.values() if isinstance(some, Mapping) else [some])]
     trains = isinstance(model, nn.Module) and any(p.requires_grad for p in model.parameters())
     if (trains or any(each.requires_grad and each.numel() for each in given)) and loss.item():
@@ -222,7 +222,7 @@ def require_frozen(module: str, stage: int, model: object, inputs: Sequence[Any]
 
 
 def hidden_shape(model: Any, batch: Any) -> Sequence[int]:
-    """Return the shape of the hidden states that a stage receives."""
+    """Return the shape of the hidden states that a stage receives; for an input in chunks, of the concatenation."""
     if not isinstance(batch, InChunks):
         return model.hidden_shape(batch)
     shapes = [model.hidden_shape(chunk) for chunk in batch.chunks]
@@ -230,8 +230,8 @@ def hidden_shape(model: Any, batch: Any) -> Sequence[int]:
 
 
 def inputs_of_chunks(model: Any, given: InChunks, hidden: Tensor | None) -> list[list[Tensor]]:
-    """Return the arguments of a stage's model beside each chunk: its hidden states, as leaves; none on the first
-    stage.
+    """Return, for each chunk, the arguments after the chunk in a call of the stage's model: the hidden states of the
+    chunk as a leaf, or no arguments on the first stage.
     """
     if hidden is None:
         return [[] for _ in given.chunks]
@@ -240,15 +240,15 @@ def inputs_of_chunks(model: Any, given: InChunks, hidden: Tensor | None) -> list
 
 
 def joined_outputs(chunks: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Concatenate the outputs of all chunks; losses are added up."""
+    """Return the concatenated outputs of all chunks, and the sum of the losses."""
     joined = {name: torch.cat([outputs[name] for outputs in chunks]) for name in chunks[0] if name != LOSS}
     losses = [outputs[LOSS] for outputs in chunks if LOSS in outputs]
     return joined | ({LOSS: torch.stack(losses).sum()} if losses else {})
 
 
 def wrong_outputs(output: object, expected: Sequence[str], may_have: Sequence[str] = ()) -> str:
-    """Describe the fault of a stage's output. Empty if it is one tensor for the only expected name, or has a tensor for
-    each of the names, and for some of `may_have`.
+    """Return a description of what is wrong with a stage's output; "" if it is a tensor for the single `expected` name,
+    or a mapping with a tensor for each `expected` name, and optionally for names in `may_have`.
     """
     if isinstance(output, Tensor):
         return "" if len(expected) == 1 else f"outputs {expected[0]}"

@@ -1,4 +1,4 @@
-"""The runner of a graph of modules: modules may have pipeline stages, and ranks work at the same time by a schedule."""
+"""The runner of a module graph. Modules may have pipeline stages, and ranks run concurrently, as a schedule says."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from megatron_hetero.step.resources import RankResources, RunChecks
 class Stage(nn.Module):
     """A pipeline stage after the first one, for a model without a method `hidden_shape`.
 
-    `hidden_shape`: shape of the hidden states that it receives, or a function from the module's input of a micro-batch
-    to it.
+    `hidden_shape`: the shape of the hidden states that the stage receives, or a function that returns this shape for
+    the module's input of a micro-batch.
     """
 
     def __init__(self, model: Callable[..., Any], hidden_shape: Sequence[int] | Callable[[Any], Sequence[int]]):
@@ -43,35 +43,35 @@ class Stage(nn.Module):
         self.hidden_shape = hidden_shape if callable(hidden_shape) else lambda _: hidden_shape
 
     def forward(self, *inputs: Any) -> Any:
-        """Call the model."""
+        """Return the model's output for `inputs`."""
         return self.model(*inputs)
 
 
 class Runner(RankResources):
-    """Runs steps of the graph of a topology from `build`. All ranks build and call it equally. `runner(inputs)`
-    plans what crosses, and runs the schedule of its settings; `runner.run(schedule, load)` runs any with any plans.
+    """Runs training steps of a topology's module graph. All ranks build and call it equally. `runner(inputs)` plans the
+    transfers of rows and runs a schedule from `settings`; `runner.run(schedule, load)` runs any schedule and plans.
 
-    What models are called with and return is in docs/library.md, "Models".
+    docs/library.md, "Models", describes the arguments and results of models.
 
     Args:
-        topology: topology with a graph.
-        modules: this rank's stage of each module, None or nothing for others; a `Stage` if the model has no
-            `hidden_shape`. For modules that are `interleaved`, models by stage; or a `ModuleOnRank`.
-        optimizer: the result of `build_optimizers` for these modules. Sums of gradients in buffers (`AdamW`, `SGD`)
-            then begin within the last backward pass of a step.
-        settings: see `ScheduleSettings`; for graphs in which all modules feed one.
-        forward_only: modules without a backward pass, which nothing that trains feeds.
-        timeout_s: seconds that an action may take, or the process ends with a message; 0: any; default: the topology's.
-        watch: measures times; by default none are recorded.
-        check: whether to compare what ranks are called with, and, where it is new, hidden states with `hidden_shape`
-            and gradients of rows with their plan; and to refuse PyTorch's `DistributedDataParallel` in stages, and
-            losses without a graph of modules that train. Without it, ranks that differ hang or abort, and gradients are
-            counted too often, too seldom or not at all.
+        topology: a topology with a graph, from `build`.
+        modules: this rank's stage of each module, None or absent for modules of other ranks; a `Stage` if the model has
+            no `hidden_shape`. For `interleaved` modules, a mapping from stage numbers to models, or a `ModuleOnRank`.
+        optimizer: the result of `build_optimizers` for these modules. With it, sums of gradients in buffers (`AdamW`,
+            `SGD`) begin during the last backward pass of a step.
+        settings: the settings of the schedule, for graphs in which all modules feed one module.
+        forward_only: names of modules without a backward pass, which no trained module may feed.
+        timeout_s: seconds after which an action ends the process with a message; 0: no limit; default: the topology's.
+        watch: a stopwatch for the times of modules; by default, times are not recorded.
+        check: whether to compare arguments between ranks, hidden states with `hidden_shape`, and gradients of rows with
+            their plan, and to refuse PyTorch's `DistributedDataParallel` in stages, and losses of trained modules that
+            have no graph. Without checks, ranks with different arguments hang or abort, and gradients may be counted
+            too often, too seldom or not at all.
 
     Raises:
-        UserError: on all ranks, see `build_schedule`. `modules` are not those that the topology places on a rank, or
-            lack a stage; a stage after the first has no `hidden_shape`; a module in `forward_only` trains; rows of one
-            name that enter one stage differ in width; or ranks differ in their arguments.
+        UserError: on all ranks. `build_schedule` refuses the settings; `modules` are not the modules and stages that
+            the topology places on a rank; a stage after the first has no `hidden_shape`; a module in `forward_only` has
+            trained parameters; rows of one name that enter one stage differ in width; or ranks' arguments differ.
     """
 
     @watched
@@ -116,25 +116,25 @@ class Runner(RankResources):
             checks=RunChecks(key) if check else None,
         )
         self._settings, self._forward_only = settings, tuple(forward_only)
-        # On the object: a cache on the class would keep its groups, and their threads, alive.
+        # Cache on the object: a cache on the class would keep the runner's process groups and their threads alive.
         self.schedule = lru_cache(maxsize=8)(self._checked_schedule)
         if check:
-            self.schedule(1)  # Refuse now what cannot run.
+            self.schedule(1)  # Raise now for a graph and settings that have no valid schedule.
         planned = topology.planned
         self._boundaries = {edge: Boundary(topology, edge, check=check, timeout_s=timeout_s) for edge in planned}
 
     @watched
     def __call__(self, micro_batches: Sequence[MicroBatchInputs], *, forward_only: bool | None = None) -> StepResult:
-        """Run a step; gradients accumulate in the parameters. If it sums gradients in buffers, the next one with a
-        backward pass needs `optimizer.zero_grad()` before.
+        """Run a step and accumulate gradients in the parameters. If the step sums gradients in buffers, call
+        `optimizer.zero_grad()` before the next step with a backward pass.
 
-        `micro_batches`: equally many on all ranks. `forward_only`: whether to skip the backward pass, as in an
-        evaluation; the default is true inside `torch.no_grad()`. Returns this rank's sums of losses and metrics by
-        module; `total_loss` adds them up over ranks.
+        `micro_batches`: this rank's inputs of each micro-batch, equally many on all ranks. `forward_only`: whether to
+        skip the backward pass, as in an evaluation; the default is true inside `torch.no_grad()`. Returns this rank's
+        sums of losses and metrics by module; `total_loss` adds losses up over ranks.
 
-        Raises `UserError` on all ranks, with `check`: gradients that were summed are not zeroed; ranks differ in the
-        number of micro-batches or in `forward_only`; ranks of a module differ in whether it has an input; a module
-        without input has rows; or rows belong to no edge of the graph or do not fit, see `Boundary.plan`.
+        With `check`, raises `UserError` on all ranks if summed gradients are not zeroed; the number of micro-batches,
+        `forward_only`, or a module's inputs differ between ranks; a module without input has rows; or rows belong to no
+        edge of the graph or are refused by `Boundary.plan`.
         """
         forward_only = not torch.is_grad_enabled() if forward_only is None else forward_only
         if self.checks:
@@ -156,12 +156,12 @@ class Runner(RankResources):
 
     @watched
     def run(self, schedule: Schedule, load: Callable[[int], MicroBatchInputs]) -> StepResult:
-        """Execute this rank's actions of a schedule. Gradients accumulate in the parameters.
+        """Execute this rank's actions of a schedule, and accumulate gradients in the parameters.
 
-        `schedule`: for the layouts and edges of the topology. `load`: moves a micro-batch, numbered from 0, to the
-        device; called when an action first needs it. Returns this rank's sums of losses and metrics. Raises `UserError`
-        on the ranks that see that a model's output, a micro-batch or the schedule do not fit, or that gradients were
-        summed and not zeroed; the launcher or the watchdog ends the others.
+        `schedule`: a schedule for the layouts and edges of the topology. `load`: a function that moves a micro-batch,
+        numbered from 0, to the device, called when an action first needs it. Returns this rank's sums of losses and
+        metrics. Raises `UserError` on each rank that finds a wrong model output, micro-batch or schedule, or summed
+        gradients that were not zeroed; the launcher or the watchdog ends the other ranks.
         """
         self._require_edges(schedule)
         trains = torch.is_grad_enabled() and any(module.backward for module in schedule.modules)
@@ -170,7 +170,7 @@ class Runner(RankResources):
         return StepExecution(self, schedule, load).run()
 
     def _checked_schedule(self, micro_batches: int, *, forward_only: bool = False) -> Schedule:
-        """Return the checked schedule of a step."""
+        """Build and check the schedule of a step with this number of micro-batches."""
         layouts, edges = self.topology.layouts, self.graph.edges
         frozen = tuple(layouts) if forward_only else self._forward_only
         schedule = build_schedule(layouts, micro_batches, self._settings, forward_only=frozen, edges=edges)
@@ -178,7 +178,7 @@ class Runner(RankResources):
         return schedule
 
     def _plans(self, micro_batches: Sequence[MicroBatchInputs]) -> dict[Edge, list[LoadedPlan]]:
-        """Return the plans of all micro-batches, by edge. Raises `UserError` on all ranks if any rank has a problem."""
+        """Return the plans of all micro-batches by edge. Raises `UserError` on all ranks if any rank's plan fails."""
         plans, problems, layouts = dict[Edge, list[LoadedPlan]](), list[UserError](), self.topology.layouts
         given = [{as_edge(ends, layouts): rows for ends, rows in each.rows.items()} for each in micro_batches]
         for edge, boundary in self._boundaries.items():
@@ -198,7 +198,7 @@ class Runner(RankResources):
         return plans
 
     def _require_edges(self, schedule: Schedule) -> None:
-        """Check that the edges of a schedule that include the rank are the topology's. Raises `UserError`."""
+        """Check that a schedule has the same edges on this rank as the topology. Raises `UserError`."""
         rank, boundaries = self.topology.rank, self.topology.boundaries
         mine = [edge for edge in schedule.edges if any(rank in side for side in schedule.sides(edge))]
         if set(mine) != boundaries.keys():
@@ -210,7 +210,7 @@ class Runner(RankResources):
             raise UserError.at(where, found=found, expected=expected or "none", because=because, fix=fix)
 
     def _with_input(self, name: str, micro_batches: Sequence[MicroBatchInputs]) -> str | None:
-        """Return the numbers of the micro-batches in which a module of this rank has an input."""
+        """Return text that lists the micro-batches with an input of the module; None if this rank lacks the module."""
         if not self.topology.has(name):
             return None
         inputs = {m: each.inputs.get(name) for m, each in enumerate(micro_batches)}
@@ -218,8 +218,8 @@ class Runner(RankResources):
         return f"[{', '.join(f'{m}' if n == 1 else f'{m} in {n} chunks' for m, n in chunks.items())}]"
 
     def _require_known(self, micro_batches: Sequence[MicroBatchInputs], *, trains: bool) -> None:
-        """Check that inputs belong to modules of this rank, and rows to edges of the graph, that modules with rows have
-        an input, and that gradients may be added to.
+        """Check that inputs belong to modules of this rank, that rows belong to edges of the graph, that modules with
+        rows have an input and, if `trains`, that gradients have not been summed. Raises `UserError`.
         """
         if trains and self.optimizer is not None:
             self.optimizer.require_unchanged()
@@ -250,12 +250,12 @@ class Runner(RankResources):
 
 
 def _number_of(ids: Any) -> int:
-    """Return the number of ids; 1 for a value that is no list, which `Boundary.plan` refuses."""
+    """Return the number of ids; 1 for a value without a length, which `Boundary.plan` refuses."""
     return len(ids) if hasattr(ids, "__len__") and getattr(ids, "ndim", 1) else 1
 
 
 def _on_rank(topology: Topology, name: str, given: Any) -> ModuleOnRank:
-    """Return the stages of a module on this rank, as `ModuleOnRank`."""
+    """Return the `ModuleOnRank` for a module that the user has given in any of the accepted forms."""
     if isinstance(given, ModuleOnRank):
         return given
     if isinstance(given, Mapping):
@@ -265,8 +265,8 @@ def _on_rank(topology: Topology, name: str, given: Any) -> ModuleOnRank:
 
 
 def _require_placed(topology: Topology, modules: Mapping[str, ModuleOnRank]) -> None:
-    """Check that the rank has its modules, the first stage of each as in the layouts, and later ones `hidden_shape`.
-    Raises `UserError`.
+    """Check that the rank has the modules and first stages that the layouts place on it, and that stages after the
+    first have `hidden_shape`. Raises `UserError`.
     """
     rank, where = topology.rank, f"Runner on rank {topology.rank}"
     for name, layout in topology.layouts.items():
@@ -291,8 +291,8 @@ def _require_placed(topology: Topology, modules: Mapping[str, ModuleOnRank]) -> 
 
 
 def _require_one_width(graph: Graph) -> None:
-    """Check that rows of one name that enter one stage are equally wide, since they are in one tensor. Raises
-    `UserError`.
+    """Check that all rows with the same name that enter a stage have the same width, since they are concatenated.
+    Raises `UserError`.
     """
     first: dict[tuple[str, int, str], Edge] = {}
     for edge in graph.edges:
@@ -308,7 +308,7 @@ def _require_one_width(graph: Graph) -> None:
 def _require_frozen(
     forward_only: Collection[str], modules: Mapping[str, ModuleOnRank], optimizer: JointOptimizer | None
 ) -> None:
-    """Check that modules without a backward pass do not train. Raises `UserError`."""
+    """Check that modules without a backward pass have no trained parameters. Raises `UserError`."""
     trained = {each.name for each in optimizer.modules if each.trained} if optimizer else set[str]()
     for name in forward_only:
         stages = modules[name].stages.values() if name in modules else ()

@@ -1,4 +1,4 @@
-"""Optimizers of PyTorch, for 16-bit parameters with fp32 copies of them, and of Megatron-Core."""
+"""Adapters for optimizers of PyTorch, with fp32 masters of 16-bit parameters, and of Megatron-Core."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from megatron_hetero.step.wrapped import local
 
 
 class TorchOptimizer(ModuleOptimizer):
-    """An optimizer of PyTorch for a module.
+    """A `ModuleOptimizer` that uses an optimizer of PyTorch.
 
     Attributes:
         module: the module.
-        masters_by_parameter: fp32 copies of 16-bit parameters, which the optimizer updates in their place.
-        optimizer: the optimizer that `make` returned.
+        masters_by_parameter: the fp32 masters of 16-bit parameters, which the optimizer updates instead of these.
+        optimizer: the optimizer of PyTorch.
     """
 
     def __init__(self, module: TrainedModule, make: Callable[[list[nn.Parameter]], Optimizer], masters: bool = False):
-        """`make`: returns the optimizer of a list of parameters. `masters`: whether 16-bit parameters get copies."""
+        """`make`: builds the optimizer of a list of parameters. `masters`: whether 16-bit parameters have masters."""
         self.module = module
         narrow = [p for p in module.trained.values() if masters and p.element_size() < 4]
         self.masters_by_parameter: dict[Any, Any] = {p: nn.Parameter(p.detach().float()) for p in narrow}
@@ -76,8 +76,8 @@ class TorchOptimizer(ModuleOptimizer):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """PyTorch's state by names of parameters, with the `master` of each that has one; before the first update, with
-        tensors to load into.
+        """Return PyTorch's state by parameter name, with the key `master` for parameters with masters. Before the first
+        update, the states are initial tensors, into which a checkpoint can be loaded.
         """
         if not (updated := any(self.optimizer.state.values())):
             _create_states(self.optimizer)
@@ -96,7 +96,7 @@ class TorchOptimizer(ModuleOptimizer):
     @torch.no_grad()
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state and the masters, and compute the parameters from these."""
+        """Load the state and the masters, and copy the masters to the parameters."""
         states = {
             parameter: {name: value for name, value in values.items() if name != "master"}
             for parameter, values in state["state"].items()
@@ -111,7 +111,7 @@ class TorchOptimizer(ModuleOptimizer):
 
 @torch.no_grad()
 def _create_states(optimizer: Optimizer) -> None:
-    """Create states by a step with gradients of zeros at a rate of 0, which changes no weights."""
+    """Create an optimizer's states by a step with zero gradients and a learning rate of 0, which changes no weights."""
     groups = optimizer.param_groups
     gradients = [(p, p.grad) for group in groups for p in group["params"]]
     for p, _ in gradients:
@@ -126,7 +126,7 @@ def _create_states(optimizer: Optimizer) -> None:
 
 
 class MegatronOptimizer(ModuleOptimizer):
-    """Megatron's optimizer of a module in its `DistributedDataParallel`."""
+    """A `ModuleOptimizer` that uses Megatron's optimizer, for a module in Megatron's `DistributedDataParallel`."""
 
     def __init__(self, module: TrainedModule, ddps: Sequence[Any], config: Any):
         from megatron_hetero.groups.megatron import megatron_optimizer
@@ -135,7 +135,7 @@ class MegatronOptimizer(ModuleOptimizer):
         with topology.platform.megatron_scope():
             self.optimizer = megatron_optimizer(config, list(ddps), topology.collection(module.name))
         for group in self.optimizer.param_groups:
-            # Megatron's scheduler would apply the multiplier.
+            # Apply the multiplier here: otherwise only Megatron's scheduler would apply it.
             group["weight_decay"] *= group.get("wd_mult", 1.0)
 
     @property
@@ -143,19 +143,19 @@ class MegatronOptimizer(ModuleOptimizer):
         return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
     def _replicas(self, inner: Any) -> dist.ProcessGroup:
-        """Return the ranks with the parameters of one of the optimizers: experts have a separate one."""
+        """Return the ranks with the same parameters as one of the optimizers. Experts have a separate optimizer."""
         updates_experts = any(group.get("is_expert_parallel") for group in inner.param_groups)
         return self.module.topology.collection(self.module.name).expt_dp if updates_experts else self.module.replicas
 
     @torch.no_grad()
     @override
     def squares(self) -> Tensor:
-        """Copy the gradients to the optimizer, too."""
+        """Copy the gradients to the optimizer, and return this rank's term of their squared norm, an fp64 scalar."""
         from megatron_hetero.groups.megatron import gradients_for_norm
 
         with self.module.topology.platform.megatron_scope():
             self.optimizer.prepare_grads()
-        # The distributed optimizer has a share of each gradient, the others have all of it on all replicas.
+        # The distributed optimizer has a share of each gradient; other optimizers have whole gradients on each replica.
         counting = [o for o in self._inner if o.config.use_distributed_optimizer or self._replicas(o).rank() == 0]
         gradients = [g for o in counting for g in gradients_for_norm(o) if g.numel()]
         return sum_of_squares([(gradient, 1.0) for gradient in gradients], self.module.topology.platform.device)

@@ -1,10 +1,10 @@
-"""Weights and gradients of a module that the user has wrapped, or that has no wrapper and an optimizer of PyTorch.
+"""Weights and gradients of a module in the user's wrappers, or without a wrapper and with an optimizer of PyTorch.
 
-wrapper                     gradients after the backward pass          what remains to be done
+wrapper                     gradients after the backward pass          remaining reductions
 none                        sums over this rank's tokens               sums over sp, cp and dp
-FSDP2 (`fully_shard`)       shards of the mean over the mesh           times the mesh's ranks; sums over other axes
-PyTorch's DDP               the mean over its group                    times the group's ranks; sums over other axes
-Megatron's DDP              sums over this rank's tokens, `main_grad`  its own `finish_grad_sync`
+FSDP2 (`fully_shard`)       shards of the mean over the mesh           factor of the mesh size; sums over other axes
+PyTorch's DDP               the mean over its group                    factor of the group size; sums over other axes
+Megatron's DDP              sums over this rank's tokens, `main_grad`  Megatron's `finish_grad_sync`
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from megatron_hetero.step.gradient_state import GradientState
 from megatron_hetero.step.module import ModuleGradients, ModuleWeights, Range
 
 BUCKET = 1 << 25
-"""Elements of one all-reduce: 128 MiB of fp32."""
+"""The maximum number of elements in one all-reduce of several tensors: 128 MiB in fp32."""
 
 
 @torch.no_grad()
 def sum_over(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum each tensor over the ranks of a group, in place; all ranks pass tensors of the same shapes."""
+    """Sum each tensor over the ranks of a group, in place. All ranks must pass tensors of the same shapes."""
     if group.size() == 1:
         return
     for bucket in _buckets(tensors):
         if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].element_size() >= 4:
             dist.all_reduce(bucket[0], group=group)
             continue
-        # Sums of narrow tensors are formed in fp32.
+        # 16-bit tensors are summed in fp32.
         flat = torch.cat([t.reshape(-1).to(torch.float32 if t.element_size() < 4 else t.dtype) for t in bucket])
         dist.all_reduce(flat, group=group)
         segments = flat.split([tensor.numel() for tensor in bucket])
@@ -44,7 +44,7 @@ def sum_over(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of tensors of one dtype, of at most `BUCKET` elements or one larger tensor, without empty ones."""
+    """Yield lists of nonempty tensors of one dtype, with at most `BUCKET` elements or a single larger tensor."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -63,8 +63,8 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 @torch.no_grad()
 def differ(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
-    """Return whether any weights are farther from their masters, on the same device, than rounding takes them. The host
-    waits.
+    """Return whether any weights differ from their masters by more than rounding. Pairs on different devices are
+    ignored. The host waits for the device.
     """
     comparable = [(weights, master) for weights, master in pairs if weights.device == master.device]
     flags = [
@@ -75,7 +75,7 @@ def differ(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
 
 @torch.no_grad()
 def copy_from_first(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Copy each tensor from the first rank of a group to the others."""
+    """Copy each tensor from the first rank of a group to the other ranks, in place."""
     if group.size() > 1:
         first = dist.get_global_rank(group, 0)
         for tensor in filter(torch.numel, tensors):
@@ -86,12 +86,12 @@ def copy_from_first(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None
 
 @dataclass(frozen=True)
 class Remaining:
-    """The reductions of a parameter's gradient that a wrapper leaves to do.
+    """The reductions of a parameter's gradient that wrappers have not done.
 
     Attributes:
-        axes: axes along which it is still to be summed.
-        groups: their groups of ranks, one after the other.
-        factor: factor that undoes a wrapper's division.
+        axes: the axes along which the gradient must still be summed.
+        groups: the process groups in which to sum the gradient, one after the other.
+        factor: the factor that undoes a wrapper's division.
     """
 
     axes: tuple[str, ...]
@@ -101,11 +101,11 @@ class Remaining:
 
 @dataclass(frozen=True, eq=False)
 class WrappedWeights(ModuleWeights):
-    """Weights that are where the user's wrapper stores them, if there is one.
+    """The weights of a module as the user's wrapper, if any, stores them.
 
     Attributes:
-        ranks_with_copies: by trained parameter, the ranks of the module's stage along sp, cp and dp, and along the axes
-            of the wrapper's mesh, that have the same elements.
+        ranks_with_copies: for each trained parameter, the number of ranks with the same elements, along sp, cp and dp,
+            and along the axes of the wrapper's mesh.
     """
 
     ranks_with_copies: Mapping[str, int]
@@ -125,16 +125,16 @@ class WrappedWeights(ModuleWeights):
 
 @dataclass(frozen=True, eq=False)
 class WrappedGradients(ModuleGradients):
-    """Gradients that are where the user's wrapper stores them, if there is one.
+    """The gradients of a module as the user's wrapper, if any, stores them.
 
     Attributes:
-        state: progress of the gradients in a step.
-        platform: platform of the topology.
+        state: the phase of the gradients in a step.
+        platform: the platform of the topology.
         parameters: the trained parameters, by name.
-        remaining: reductions that wrappers leave to do, by trained parameter.
-        in_main_grad: parameters whose gradients are in the buffers of Megatron's `DistributedDataParallel`; with its
-            distributed optimizer each rank has the sums of its own share only.
-        ddps: these wrappers.
+        remaining: for each trained parameter, the reductions that wrappers have not done.
+        in_main_grad: names of parameters whose gradients are in buffers of Megatron's `DistributedDataParallel`; with
+            the distributed optimizer, each rank has only the sums of its share.
+        ddps: the module's wrappers of Megatron's `DistributedDataParallel`.
     """
 
     state: GradientState
@@ -194,7 +194,7 @@ class WrappedGradients(ModuleGradients):
         return finite
 
     def _are_finite(self) -> Tensor:
-        """Check gradients that no wrapper has reduced, or may be reducing; faults of others show in the sums."""
+        """Return whether all gradients that no wrapper reduces are finite, as an fp64 scalar."""
         unreduced = [
             parameter.grad
             for name, parameter in self.parameters.items()
@@ -208,14 +208,14 @@ class WrappedGradients(ModuleGradients):
 
     @torch.no_grad()
     def _gradient(self, name: str) -> Tensor:
-        """This rank's shard of a gradient; zeros if there is none."""
+        """Return this rank's shard of a parameter's gradient; a missing gradient is first set to zeros."""
         parameter = self.parameters[name]
         if name in self.in_main_grad:
             return parameter.main_grad
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         elif is_sharded(parameter) and parameter.grad.placements != parameter.placements:
-            # With PyTorch's tensor parallelism, gradients may still have to be summed over `tp`.
+            # With PyTorch's tensor parallelism, a gradient may be a partial sum, to be summed over `tp`.
             parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         elif not parameter.grad.is_contiguous():
             parameter.grad = parameter.grad.contiguous()
@@ -223,10 +223,10 @@ class WrappedGradients(ModuleGradients):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a `DTensor`; any other tensor itself."""
+    """Return this rank's shard of a `DTensor`, or any other tensor unchanged."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Return whether this is a `DTensor`."""
+    """Return whether `tensor` is a `DTensor`."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")

@@ -70,7 +70,14 @@ def build_optimizer(job: JobSpec, topology: Topology, modules: Sequence[TrainedM
     """Build the optimizer of this rank's modules, each by its own record. Collective. Raises `UserError`."""
     algorithms = {name: _algorithm(job, module) for name, module in job.modules.items()}
     with topology.watchdog.waiting(lambda: "the optimizers of all other ranks"):
-        return join_optimizers(topology, modules, algorithms, job.config.optimizer.clip_grad)
+        return join_optimizers(
+            topology,
+            modules,
+            algorithms,
+            job.config.optimizer.clip_grad,
+            group=topology.files,
+            working=topology.watchdog.working,
+        )
 
 
 def _algorithm(job: JobSpec, module: ModuleJob) -> Algorithm:

@@ -1,10 +1,10 @@
 """Folders that Energon has prepared: tars of samples, described by files in the folder `.nv-meta`.
 
 - `split.yaml` or `split.json`: the tars of each split, and the excluded tars and samples;
-- `.info.json` or `.info.yaml`: how many samples each tar has;
-- `dataset.yaml`: which member of a tar is which field of a sample. Code that it names is never run.
+- `.info.json` or `.info.yaml`: the number of samples in each tar;
+- `dataset.yaml`: the mapping from members of a tar to fields of a sample. Code that it names is never run.
 
-Tars are scanned as those of WebDataset; Energon's own index, `index.sqlite`, is not read.
+Tars are scanned like WebDataset tars; Energon's own index, `index.sqlite`, is not read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_hetero.data.sources.tars import TarFiles, collect
 from megatron_hetero.data.validation import FORMS
 
 MAX_META_BYTES = 1 << 26
-"""Limit of each YAML or JSON file."""
+"""Maximum bytes of each YAML or JSON file."""
 
 _PREPARE = "run `energon prepare` on the folder again"
 _FIELDS = {
@@ -44,8 +44,8 @@ _FIELDS = {
     "vidqa": {"video": "video", "context": "question", "answers": "answer"},
     "chatml": {"imgs": "image", "videos": "video", "conversation": ""},
 }
-"""By the name of a class `NAMESample` or `NAMEWebdataset`: field of a record by field of the sample. The field of a
-conversation depends on its content.
+"""For each class `NAMESample` or `NAMEWebdataset`, the record field of each sample field. The record field of a
+conversation depends on the conversation.
 """
 _OPTIONAL = ("imgs", "videos")
 _PICKLED = ("jpgs", "mp4s", "videos", "pickle", "pkl", "pyd")
@@ -54,11 +54,11 @@ _PATH = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 _META = (".info.json", ".info.yaml", "split.yaml", "split.json", "dataset.yaml")
 
 Paths: TypeAlias = tuple[tuple[str, ...], ...]
-"""Alternatives, each the name of a tar's field followed by keys in its value."""
+"""Alternative paths, each the name of a tar's field followed by keys in its value."""
 
 
 class Shard(NamedTuple):
-    """A tar: the number of its samples, and the keys of those that are excluded."""
+    """A tar of a split: the number of its samples, and the keys of its excluded samples."""
 
     samples: int
     excluded: tuple[str, ...] = ()
@@ -66,19 +66,19 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class EnergonTars(TarFiles):
-    """The tars of a folder. See `TarFiles`. A record has the fields of Energon's sample in `field_map`, except a
-    conversation, which is in `messages` or `conversations`.
+    """`Format` for the tars of a folder, see `TarFiles`. A record has the fields of Energon's sample in `field_map`,
+    except a conversation, which is in `messages` or `conversations`.
 
     Attributes:
         shards: tars by file name.
-        paths: for each field of a sample, where to find it.
+        paths: for each field of a sample, the alternative paths of its value.
     """
 
     shards: Mapping[str, Shard] = field(default_factory=dict)
     paths: Mapping[str, Paths] = field(default_factory=dict)
 
     def scan(self, file: StoredFile, columns: Columns) -> Iterator[Place]:
-        """See `Format.scan`."""
+        """Yield the places of all samples that are not excluded, see `Format.scan`."""
         shard, whole = self.shards[file.name], int(file.version()[1])
         excluded, left_out = {key.encode("utf-8", "backslashreplace") for key in shard.excluded}, set[bytes]()
 
@@ -116,7 +116,7 @@ class EnergonTars(TarFiles):
 
 
 def open_energon(folder: Path, entry: DatasetConfig, setting: str) -> Opened:
-    """The tars of a split of a folder, and the mapping of fields in its `dataset.yaml`. Raises `UserError`."""
+    """Return the format, the tars of a split, and the mapping of fields in `dataset.yaml`. Raises `UserError`."""
     meta = folder / ".nv-meta"
     if is_url(entry.files or "") or not os.path.isdir(meta):  # noqa: PTH112
         problem = f"{entry.files or folder} is not a folder that Energon has prepared, with {meta.name} in it"
@@ -140,7 +140,7 @@ def open_energon(folder: Path, entry: DatasetConfig, setting: str) -> Opened:
 
 
 def _require_inside(folder: Path, names: Iterable[str]) -> None:
-    """Check that no name leads out of the folder through a link. Raises `UserError`."""
+    """Check that none of the `names` leads out of the folder through a link. Raises `UserError`."""
     top = resolved(folder, "files")
     for name in names:
         target = resolved(folder / name, f"{folder}")
@@ -154,7 +154,7 @@ def _require_inside(folder: Path, names: Iterable[str]) -> None:
 
 
 class _Plain(yaml.SafeLoader):
-    """The safe loader without aliases, with which a short file can expand without limit."""
+    """YAML's safe loader without support for aliases, with which a short file can expand without limit."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -163,7 +163,7 @@ class _Plain(yaml.SafeLoader):
 
 
 def _loaded(*paths: Path) -> tuple[Path, dict[str, Any]]:
-    """The mapping in the first of these files that exists. Raises `UserError`."""
+    """Read the first of these files that exists. Returns its path and the mapping in it. Raises `UserError`."""
     path = next((path for path in paths if os.access(path, os.F_OK)), paths[0])
     try:
         text = read_text(path, MAX_META_BYTES)
@@ -171,7 +171,7 @@ def _loaded(*paths: Path) -> tuple[Path, dict[str, Any]]:
     except OSError as error:
         problem = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({reason(error)})"
         raise UserError.at(path, problem=problem, fix=_PREPARE) from None
-    # Tags of YAML on values that they do not fit raise all of these.
+    # YAML tags on values that they do not fit raise any of these errors.
     except (ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, yaml.YAMLError) as error:
         problem = f"malformed ({in_short(error)})"
         raise UserError.at(path, problem=problem, fix=f"correct it, or {_PREPARE}") from None
@@ -185,7 +185,7 @@ def _mapping(value: Any, where: object) -> dict[str, Any]:
 
 
 def _names(value: Any, where: object) -> list[str]:
-    """The names in a list with their braces expanded. Raises `UserError`, also for names outside the folder."""
+    """Return the names in a list, with braces expanded. Raises `UserError`, also for names outside the folder."""
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
@@ -199,7 +199,7 @@ def _names(value: Any, where: object) -> list[str]:
 
 
 def _counts(meta: Path) -> dict[str, int]:
-    """The number of samples of each tar."""
+    """Return the number of samples of each tar."""
     path, info = _loaded(meta / ".info.json", meta / ".info.yaml")
     counts = _mapping(info.get("shard_counts"), f"{path}: shard_counts")
     for name, count in counts.items():
@@ -210,7 +210,7 @@ def _counts(meta: Path) -> dict[str, int]:
 
 
 def _split(meta: Path, split: str, setting: str) -> dict[str, tuple[str, ...]]:
-    """The tars of a split, with the keys of their excluded samples."""
+    """Return the tars of a split, with the keys of the excluded samples of each tar."""
     path, content = _loaded(meta / "split.yaml", meta / "split.json")
     splits = _mapping(content.get("split_parts"), f"{path}: split_parts")
     if not splits.get(split):
@@ -237,7 +237,7 @@ def _split(meta: Path, split: str, setting: str) -> dict[str, tuple[str, ...]]:
 
 
 def _field_map(meta: Path, setting: str) -> tuple[dict[str, Paths], dict[str, str]]:
-    """Where to find the fields of samples, and the mapping to fields of records; empty for unknown classes."""
+    """Return the paths of sample fields, and the mapping to fields of records; both are empty for unknown classes."""
     if not os.access(meta / "dataset.yaml", os.F_OK):
         return {}, {}
     path, content = _loaded(meta / "dataset.yaml")
@@ -258,7 +258,7 @@ def _field_map(meta: Path, setting: str) -> tuple[dict[str, Paths], dict[str, st
 
 
 def _parsed(text: Any, where: str, fix: str) -> Paths:
-    """The alternatives in a text such as `jpg,json[images][0]`."""
+    """Parse the alternative paths in a text such as `jpg,json[images][0]`. Raises `UserError`."""
     matches = [_PATH.fullmatch(each.strip()) for each in text.split(",")] if isinstance(text, str) else [None]
     paths = tuple((each[1].lower(), *_KEYS.findall(each[2])) for each in matches if each is not None)
     if len(paths) < len(matches):
@@ -272,7 +272,7 @@ def _parsed(text: Any, where: str, fix: str) -> Paths:
 
 
 def _turns(value: Any, where: str) -> list[Any]:
-    """The turns of a conversation, which may be JSON as text, or in an object. Raises `UserError`."""
+    """Return the turns of a conversation, given as a list, in an object, or as JSON text. Raises `UserError`."""
     if isinstance(value, ByteRange) and value.size <= MAX_TEXT_BYTES:
         value = value.read()
     if isinstance(value, str | bytes):

@@ -1,4 +1,4 @@
-"""The interface of file formats: a scan finds the records of a file once, then they are read by number in any order."""
+"""The interface of file formats: a scan finds all records of a file once; then they are read by number in any order."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Place(NamedTuple):
 
     Attributes:
         size: bytes to read for the record.
-        share: share of the file up to its end, 0 to 1.
-        block: number of the block of the file that is read whole for it; None if the format has no blocks.
+        share: share of the file up to the end of the record, 0 to 1.
+        block: number of the block of the file that must be read for the record; None if the format has no blocks.
     """
 
     size: int
@@ -37,7 +37,7 @@ class RawRecord(NamedTuple):
     """A record that was read.
 
     Attributes:
-        value: a JSON value, with `Content` for items that are in the file; an error for a text that cannot be decoded.
+        value: a JSON value, with `Content` for items in the file; an error if the text cannot be decoded.
         where: name of the record in messages.
     """
 
@@ -46,8 +46,8 @@ class RawRecord(NamedTuple):
 
 
 class Format(Protocol):
-    """Reads files of one format. Can be used by several threads and pickled. Its `repr` has everything that an index
-    depends on.
+    """Interface for reading files of one format. Instances can be pickled and used by several threads, and their `repr`
+    includes everything that an index depends on.
     """
 
     def scan(self, file: StoredFile, columns: Columns) -> Iterator[Place]:
@@ -55,30 +55,30 @@ class Format(Protocol):
 
         Raises:
             UserError: the file is damaged, or not of this format.
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         ...
 
     def read(self, file: StoredFile, columns: Arrays, numbers: range) -> Iterator[RawRecord]:
-        """Yield consecutive records, numbered from 0, of a file with these columns. Raises as `scan`."""
+        """Yield consecutive records, numbered from 0, of a file with these columns. Raises the errors of `scan`."""
         ...
 
     def read_ahead(self, file: StoredFile, columns: Arrays, numbers: np.ndarray) -> None:
-        """Prepare to read records of these numbers soon, where that helps."""
+        """Prefetch the records with these numbers, if that makes reading faster."""
 
 
 Opened: TypeAlias = tuple[Format, tuple[StoredFile, ...], Mapping[str, str]]
-"""A format, its files, and the mapping of fields that is stored with the files."""
+"""A format, its files, and the mapping of fields that is stored in the data set."""
 
 
 def finished(column: array[int] | bytearray | None) -> np.ndarray:
-    """The column as an array, int64 or uint8 [entries]; empty for None."""
+    """Return a column as an array, int64 or uint8 [entries]; empty for None."""
     kind = np.uint8 if isinstance(column, bytearray) else np.int64
     return np.frombuffer(column, kind) if column else np.zeros(0, kind)
 
 
 def prefetch(file: StoredFile, ranges: Iterable[tuple[int, int]]) -> None:
-    """Have the system read ranges of bytes, start and stop, in the background, if the file is on this machine."""
+    """Prefetch byte ranges (start, stop) in the background, if the file is on this machine."""
     if is_url(file.name) or not hasattr(os, "posix_fadvise"):
         return
     with contextlib.suppress(OSError), file.open() as opened:
@@ -87,7 +87,7 @@ def prefetch(file: StoredFile, ranges: Iterable[tuple[int, int]]) -> None:
 
 
 def changed(where: str) -> UserError:
-    """The error for a file whose contents differ from its index."""
+    """Return the error for a file whose contents differ from its index."""
     problem, because = "not what the index of its file says", "the file has been changed or replaced"
     fix = "do not change data while it is read, and start again: a changed file is indexed anew"
     return UserError.at(where, problem=problem, because=because, fix=fix)

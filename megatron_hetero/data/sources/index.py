@@ -1,14 +1,14 @@
 """Indexes of data sets: where each record is, computed once and mapped into memory by all ranks.
 
 An index is one file: the length of a header, the header as JSON, and arrays, each at a multiple of 64 bytes. It names
-the files that it was computed from with their sizes and times; files with other sizes or times have another index. It
-has a checksum, and is written under another name and then moved, so that no reader sees an incomplete one.
+its source files with their sizes and modification times; a changed file gets a new index. It has a checksum, and is
+written under a temporary name and then renamed, so that no reader sees an incomplete index.
 
-Whoever can write an index chooses what is read as a record. In a shared folder each user has separate indexes, and an
-index is computed again if others may write to it, if it belongs to anybody but the user, root and the owner of its
-folder (on NFS that may be `nobody`), or if its numbers do not fit its files.
+An index decides which bytes are read as a record, so it must be trustworthy. In a shared folder each user has separate
+indexes. An index is recomputed if others may write to it, if its owner is not the user, root or the owner of its folder
+(on NFS possibly `nobody`), or if its numbers do not fit its files.
 
-One process of a machine, or of all machines that share the folder, computes an index, while others wait to open it.
+One process computes an index, per machine or for all machines that share the folder, while the others wait for it.
 """
 
 from __future__ import annotations
@@ -42,40 +42,38 @@ from megatron_hetero.data.keys import count_names
 from megatron_hetero.data.sources.formats import Arrays, Columns, Format, finished
 
 VERSION = 3
-"""Version of the format of indexes. Indexes of other versions are not read."""
+"""Version of the index format. Indexes of other versions are not read."""
 BLOCK_BYTES = 1 << 26
-"""Maximum bytes of a block of consecutive records, in formats without blocks."""
+"""Maximum bytes of a block of consecutive records, for formats that define no blocks."""
 BLOCK_RECORDS = 1 << 10
-"""Maximum records of such a block."""
+"""Maximum number of records of a block, for formats that define no blocks."""
 THREADS = 8
-"""Files that are scanned at a time: reading waits for disks."""
+"""Number of files that are scanned concurrently, since scanning mostly waits for disks."""
 CHUNK = 1 << 12
-"""Records that are checked at a time, by one process."""
+"""Maximum number of records that a process checks per task."""
 MAX_PROCESSES = 16
 """Maximum number of processes that check records."""
 RECORDS_OF_A_PROCESS = 1 << 14
-"""Minimum records per process, which takes some tenths of a second to start."""
+"""Minimum number of records per process: starting a process takes some tenths of a second."""
 MAX_VERSIONS = 16
-"""Maximum stored indexes of a data set, not counting recently opened ones, which jobs may have mapped."""
+"""Maximum stored indexes per data set, besides recently opened ones, which running jobs may have mapped."""
 RETRIES_S = (0.0, 0.5, 1.0, 2.0)
-"""Pauses in seconds before an index that another process should have stored counts as missing: NFS caches that a file
-does not exist.
-"""
+"""Pauses in seconds before looking again for an index that another process has stored: NFS caches missing files."""
 MAX_PROBLEMS = 20
-"""Maximum stored messages of bad records."""
+"""Maximum number of stored messages about bad records."""
 _ALIGN = 64
 _LENGTH = 8
 
 Check = Callable[[Any, str], tuple[bytes, Sequence[tuple[int, int, int]], Sequence[str]]]
-"""Checks the value of a record, which messages call `where`. Returns the bytes for its digest; for each item a number
-that changes with its file, and the two numbers of its header; and the names of keys that were not read. Raises
+"""Function that checks a record, given its value and its name in messages. Returns the bytes to digest; for each item,
+a number that changes with its file and the two numbers of its header; and the names of keys that were not read. Raises
 `UserError` for a bad record.
 """
 
 
 class Blocks(NamedTuple):
-    """Blocks of consecutive records. `starts`: number of the first record of each, int64 [blocks + 1]. `sizes`: bytes
-    to read for each, int64 [blocks].
+    """Blocks of consecutive records. `starts`: first record of each block, then the number of records, int64
+    [blocks + 1]. `sizes`: bytes to read for each block, int64 [blocks].
     """
 
     starts: np.ndarray
@@ -84,14 +82,14 @@ class Blocks(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """The records of some files.
+    """The index of the records in a data set's files.
 
     Attributes:
         files: the files with their versions.
-        starts: int64 [files + 1], number of the first record of each file.
-        digest: hash of all records, independent of the places of their files.
-        scanned: whether it contains the headers of items.
-        problems: messages of the first bad records.
+        starts: first record of each file, then the number of all records, int64 [files + 1].
+        digest: hash of all records, independent of where the files are stored.
+        scanned: whether the index contains the headers of items.
+        problems: messages about the first bad records.
         unread: for each key that was not read, the number of records that have it.
     """
 
@@ -102,18 +100,18 @@ class Index:
     problems: tuple[str, ...]
     unread: Mapping[str, int]
     _columns: Mapping[str, tuple[np.ndarray, np.ndarray]]
-    """By name, the entries of all files, and the first entry of each file, int64 [files + 1]."""
+    """Columns by name: the entries of all files, and the index of each file's first entry, int64 [files + 1]."""
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
     def file_of(self, record: int) -> tuple[int, int]:
-        """Number of a record's file, and number of the record in it."""
+        """Return the number of a record's file, and the number of the record in that file."""
         file = int(np.searchsorted(self.starts, record, side="right")) - 1
         return file, record - int(self.starts[file])
 
     def columns(self, file: int) -> dict[str, np.ndarray]:
-        """The columns of a file."""
+        """Return the columns of a file by name."""
         return {name: entries[starts[file] : starts[file + 1]] for name, (entries, starts) in self._columns.items()}
 
     @property
@@ -122,7 +120,7 @@ class Index:
         return len(self._columns["bad"][0])
 
     def bad_records(self) -> np.ndarray:
-        """Numbers of the bad records, int64."""
+        """Return the numbers of the bad records, int64."""
         return self._numbered("bad")
 
     def _numbered(self, name: str) -> np.ndarray:
@@ -131,7 +129,7 @@ class Index:
         return numbers + np.repeat(self.starts[:-1], np.diff(starts))
 
     def headers(self, file: int, number: int) -> list[tuple[int, int, int]] | None:
-        """Stored numbers of a record's items, see `Check`; None if the index does not contain headers."""
+        """Return the numbers stored for each item of a record, see `Check`; None if the index has no headers."""
         if not self.scanned:
             return None
         columns = self.columns(file)
@@ -139,13 +137,13 @@ class Index:
         return [*map(tuple, figures[int(ends[number - 1]) if number else 0 : int(ends[number])].tolist())]
 
     def blocks(self) -> Blocks:
-        """All blocks in order."""
+        """Return all blocks in order."""
         return Blocks(np.append(self._numbered("blocks"), len(self)), np.asarray(self._columns["block_sizes"][0]))
 
 
 class Checked(NamedTuple):
-    """Result of checking consecutive records of one file. `digest`: hash of the records. `bad`: numbers of the bad
-    ones. `problems`: messages of the first bad ones. `ends`, `headers`: columns about items. `unread`: see `Index`.
+    """Result of checking consecutive records of one file. `digest`: hash of the records. `bad`: numbers of bad records.
+    `problems`: messages about the first bad records. `ends`, `headers`: columns about items. `unread`: see `Index`.
     """
 
     digest: bytes
@@ -158,16 +156,16 @@ class Checked(NamedTuple):
 
 @dataclass(frozen=True)
 class Indexer:
-    """Computes the index of a data set, or opens it.
+    """Opens the stored index of a data set, or computes it.
 
     Attributes:
         name: name of the data set, for messages.
-        files: its files.
-        format: their format.
-        check: see `Check`.
+        files: files of the data set.
+        format: format of the files.
+        check: function that checks a record, see `Check`.
         key: text with everything else that the index depends on.
         folder: folder of stored indexes; None: indexes are not stored.
-        scan: whether headers of items are read.
+        scan: whether headers of items are read and stored.
         strict: whether the first bad record is an error.
     """
 
@@ -181,7 +179,7 @@ class Indexer:
     strict: bool = True
 
     def index(self) -> Index:
-        """The stored index, or a new one if there is no valid one. Raises `UserError`."""
+        """Return the stored index, or compute the index if no valid one is stored. Raises `UserError`."""
         files = tuple(map(self._with_version, self.files))
         path = self._path(files)
         index = None if path is None else self._open(path, files)
@@ -198,7 +196,7 @@ class Indexer:
 
     @contextlib.contextmanager
     def _reading(self, file: StoredFile) -> Iterator[None]:
-        """Context manager that raises errors of reading a file as `UserError`s."""
+        """Convert errors of reading a file inside the context to `UserError`s."""
         try:
             yield
         except OSError as error:
@@ -211,16 +209,16 @@ class Indexer:
     # ----------------------------------------------------------------------------------------- stored indexes
 
     def _path(self, files: Sequence[StoredFile]) -> Path | None:
-        """Path of the stored index, named by hashes of the data set and of the versions of its files."""
+        """Return the path of the stored index, named by hashes of the data set and its files' versions, or None."""
         if self.folder is None:
             return None
-        # Other versions have another path: on NFS, replacing a file that another run has mapped takes its pages.
+        # Each version has a separate path: on NFS, replacing a file that another run has mapped invalidates its pages.
         data_set = (VERSION, self.key, self.scan, [file.name for file in files], os.getuid())
         texts = (repr(each).encode(errors="surrogatepass") for each in (data_set, [file.known for file in files]))
         return self.folder / f"{''.join(hashlib.sha256(text).hexdigest()[:20] for text in texts)}.index"
 
     def _stored(self, path: Path, files: tuple[StoredFile, ...]) -> Index:
-        """The index after this or another process has computed and stored it."""
+        """Return the index once this or another process has computed and stored it."""
         lock, pause = None, 0.0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -228,30 +226,30 @@ class Indexer:
                 try:
                     lock = Lock.take(path.with_suffix(".lock"), path, "index", mixed="two indexes", fix="wait for it")
                 except UserError:
-                    for _ in range(4):  # A thousand processes may read one disk.
+                    for _ in range(4):  # A thousand processes may poll one disk.
                         time.sleep(pause := min(1.5 * pause + 0.05, 2.0))
                         if (index := self._open(path, files)) is not None:
                             return index
         except OSError as error:
             self._warn(path, error)
             return self._computed(files)
-        # An index that cannot be stored, or that has a bad record, is computed by all processes at the same time.
+        # If the first process stored no index (no permission, or a bad record), all others compute it at the same time.
         if pause and not lock.left:
             lock.release(remove=True)
             for seconds in RETRIES_S:
                 time.sleep(seconds)
                 with contextlib.suppress(OSError):
-                    list(path.parent.iterdir())  # NFS then asks its server.
+                    list(path.parent.iterdir())  # Listing the folder refreshes the NFS cache.
                 if (index := self._open(path, files)) is not None:
                     return index
             return self._computed(files)
         try:
-            # Another process may have computed it meanwhile.
+            # Another process may have stored the index meanwhile.
             if (index := self._open(path, files)) is not None:
                 return index
             computed = self._computed(files)
             try:
-                if self._open(path, files) is None:  # Locks may not reach a machine that has stored and mapped one.
+                if self._open(path, files) is None:  # Locks may not work across machines.
                     _write(path, computed)
                     remove_unused(path.parent.glob(f"{path.stem[:20]}*.index"), MAX_VERSIONS)
                 if (index := self._open(path, files)) is None:
@@ -271,12 +269,12 @@ class Indexer:
         )
 
     def _open(self, path: Path, files: Sequence[StoredFile]) -> Index | None:
-        """The index in a file; None if there is no valid one for these files."""
+        """Return the index stored at `path`; None if it is not a valid index of these files."""
         index = _read(path)
         if index is None or [each.known for each in index.files] != [each.known for each in files]:
             return None
         mark_used(path)
-        # With these files, not those named in the index.
+        # Use the given files, not the names stored in the index.
         return replace(index, files=tuple(files)) if "bad" in index._columns else None
 
     # ----------------------------------------------------------------------------------------------- scanning
@@ -296,7 +294,7 @@ class Indexer:
         return _with_results(places, [file for file, _ in tasks], results, self.scan)
 
     def _scanned(self, files: tuple[StoredFile, ...]) -> Index:
-        """An index with the places of records only."""
+        """Scan all files. Returns an index with the places of records, but without results of checks."""
         stop = threading.Event()
         with (
             Progress(f"finding the records of data set {self.name!r}", len(files)) as progress,
@@ -314,7 +312,7 @@ class Indexer:
         return Index(files, starts, "", False, (), {}, columns)
 
     def _scan(self, file: StoredFile, progress: Progress, stop: threading.Event) -> tuple[int, Columns]:
-        """Number of records of a file, and its columns, including those of blocks."""
+        """Scan a file. Returns its number of records, and its columns, including the columns of blocks."""
         columns: Columns = {}
         records, share, starts, sizes, block = 0, 0.0, array("q"), array("q"), None
         with self._reading(file):
@@ -337,7 +335,7 @@ class Indexer:
         return records, columns | {"blocks": starts, "block_sizes": sizes}
 
     def _checked(self, places: Index, tasks: Sequence[tuple[int, range]]) -> Iterator[Checked]:
-        """Check the records of each task, a file and numbers in it; in several processes if there are many records."""
+        """Yield the result of each task (a file and record numbers to check), using processes for many records."""
         count = min(_processors(), MAX_PROCESSES, len(places) // RECORDS_OF_A_PROCESS)
         if count < 2:
             for file, numbers in tasks:
@@ -356,12 +354,12 @@ class Indexer:
                 processes.close()
 
     def check_stored(self, path: Path, file: int, numbers: range) -> Checked:
-        """See `check_records`. `path`: file with the index of places, which a process reads once."""
+        """Run `check_records` with the index of places stored at `path`, which each process reads once."""
         places = _read_once(path)
         return self.check_records(places.files[file], places.columns(file), numbers)
 
     def check_records(self, file: StoredFile, columns: Arrays, numbers: range) -> Checked:
-        """Check consecutive records of a file. Raises `UserError`."""
+        """Check consecutive records of a file. Raises `UserError`, for bad records only if `strict`."""
         digest, bad, problems = hashlib.sha256(), list[int](), list[str]()
         ends, headers, unread = array("q"), array("q"), dict[str, int]()
         with self._reading(file):
@@ -386,12 +384,12 @@ class Indexer:
 
 
 def _processors() -> int:
-    """Number of processors that this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _with_results(places: Index, files: Sequence[int], results: Sequence[Checked], scanned: bool) -> Index:
-    """The index of places with the results of checking runs of records, each in the file of that number, in order."""
+    """Return the index of places with the results of checks added. `files`: number of the file of each result."""
     by_file: list[list[Checked]] = [[] for _ in places.files]
     for file, checked in zip(files, results, strict=True):
         by_file[file].append(checked)
@@ -413,12 +411,12 @@ def _with_results(places: Index, files: Sequence[int], results: Sequence[Checked
 
 
 def _joined(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The entries of one column of all files, and the first entry of each file."""
+    """Return the entries of one column over all files, and the index of each file's first entry."""
     return _concatenated(columns), np.cumsum([0, *map(len, columns)], dtype=np.int64)
 
 
 def _concatenated(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """Columns one after another; those without entries may be of another type."""
+    """Concatenate columns. Empty columns are ignored, since they may have another dtype."""
     return np.concatenate([entries for entries in columns if len(entries)] or [np.zeros(0, np.int64)])
 
 
@@ -447,9 +445,9 @@ def _write(path: Path, index: Index) -> None:
     }
     text = json.dumps(header).encode()
     text += b" " * (-(_LENGTH + len(text)) % _ALIGN)
-    path.unlink(missing_ok=True)  # The path may be a link.
+    path.unlink(missing_ok=True)  # Replace a link instead of following it.
     with replacing(path) as new, open_own(new, "r+b") as file:
-        os.fchmod(file.fileno(), 0o600)  # Whatever the umask: an index that others may write to is not read.
+        os.fchmod(file.fileno(), 0o600)  # Regardless of the umask: an index that others may write to is not read.
         file.write(len(text).to_bytes(_LENGTH, "little") + text)
         for entries in arrays.values():
             file.write(entries)
@@ -459,7 +457,7 @@ def _write(path: Path, index: Index) -> None:
 
 
 def _read(path: Path) -> Index | None:
-    """The index in a file; None if it is missing, incomplete, damaged, or may be written by others."""
+    """Return the index stored at `path`; None if it is missing, incomplete, damaged, or writable by others."""
     try:
         with open_own(path, "rb") as file:
             status = os.fstat(file.fileno())
@@ -506,13 +504,13 @@ _AS_MANY = {"block_sizes": "blocks", "sizes": "starts", "fields": "starts", "ite
             "key_ends": "records", "field_ends": "records"}  # fmt: skip
 _ENDS = {"item_ends": "headers", "key_ends": "keys", "field_ends": "starts", "name_ends": "names"}
 _BELOW = {"bad": "records", "fields": "name_ends", "starts": "bytes", "sizes": "bytes"}
-"""Columns with the same number of entries as others, columns with ends of runs of others, and columns with numbers of
-entries of others.
+"""Constraints between columns: equal numbers of entries; ends of runs of another column's entries; and values less than
+another column's number of entries.
 """
 
 
 def _fits(index: Index) -> bool:
-    """Whether all numbers of an index are valid places in its files. May raise an exception if they are not."""
+    """Return whether all numbers of an index are valid places in its files. May raise an exception if they are not."""
     runs = [(index.starts, len(index)), *((starts, len(entries)) for entries, starts in index._columns.values())]
     if not all(len(each) == len(index.files) + 1 and not each[0] and _ascend(each, last) for each, last in runs):
         return False
@@ -524,7 +522,7 @@ def _fits(index: Index) -> bool:
 
 
 def _columns_fit(columns: Mapping[str, np.ndarray], records: int, file: StoredFile, scanned: bool) -> bool:
-    """Whether the columns of a file with `records` records fit each other, see the formats."""
+    """Return whether the columns of a file with `records` records are consistent with each other, see the formats."""
     size = int(file.version()[1])
     count = {name: len(entries) for name, entries in columns.items()} | {"records": records, "bytes": size + 1}
     blocks, as_many = columns["blocks"], {name: of for name, of in _AS_MANY.items() if name in columns}
@@ -532,7 +530,7 @@ def _columns_fit(columns: Mapping[str, np.ndarray], records: int, file: StoredFi
         count["headers"], as_many["item_ends"] = len(columns["headers"]) // 3, "records"
     if "names" in columns:
         columns["names"].tobytes().decode()
-    elif "starts" in columns:  # JSON; lists have no lines.
+    elif "starts" in columns:  # JSON files. JSON lists have no line numbers.
         as_many |= {"starts": "records"} | ({"lines": "records"} if count.get("lines") else {})
     return (
         blocks[:1].tolist() == [0][:records]
@@ -549,5 +547,5 @@ def _columns_fit(columns: Mapping[str, np.ndarray], records: int, file: StoredFi
 
 
 def _ascend(ends: np.ndarray, last: int) -> bool:
-    """Whether these are ends of consecutive runs of which the last one ends at `last`."""
+    """Return whether `ends` are ends of consecutive runs, the last of which ends at `last`."""
     return bool((np.diff(ends, prepend=0) >= 0).all()) and (int(ends[-1]) if len(ends) else 0) == last

@@ -1,5 +1,5 @@
-"""JSON lists and JSONL, told apart by the first character of a file and not by its suffix: many ``.json`` files are
-JSONL.
+"""JSON lists and JSONL files, distinguished by the first character of a file and not by its suffix, since many
+``.json`` files are JSONL.
 
 Texts are decoded by msgspec, and by Python's slower decoder where msgspec refuses them.
 """
@@ -24,7 +24,7 @@ from megatron_hetero.data.sources.formats import Arrays, Columns, Place, RawReco
 BOM = b"\xef\xbb\xbf"
 """Byte order mark, which some programs write before a text."""
 MAX_TEXT_BYTES = 8 * 2**20
-"""Limit of the text of a record."""
+"""Maximum bytes of the text of a record."""
 
 _FORMATS = "a JSON list of records, or JSONL with one record on each line"
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
@@ -34,7 +34,7 @@ _CHUNK = 1 << 24
 
 
 def decode_json(raw: bytes) -> Any:
-    """The value of a JSON text. Python's decoder also accepts `NaN`, and reports the place of an error.
+    """Decode a JSON text. Python's decoder, the fallback, also accepts `NaN`, and reports the place of an error.
 
     Raises:
         UnicodeDecodeError: the text is not UTF-8.
@@ -51,25 +51,25 @@ def decode_json(raw: bytes) -> Any:
 
 
 def not_utf8(error: UnicodeDecodeError, where: str, fix: str) -> UserError:
-    """The error for a text that is not UTF-8."""
+    """Return the error for a text that is not UTF-8."""
     found = f"byte 0x{error.object[error.start]:02x}, which is not UTF-8"
     return UserError.at(where, found=found, expected="UTF-8 text", fix=fix)
 
 
 def lone_surrogate(error: UnicodeEncodeError, where: str) -> UserError:
-    """The error for half of a surrogate pair, which JSON can write as an escape."""
+    """Return the error for half of a surrogate pair, which JSON can write as an escape."""
     problem, fix = f"lone surrogate (\\u{ord(error.object[error.start]):04x})", "correct the escape sequence"
     return UserError.at(where, problem=problem, because="UTF-8 cannot encode it", fix=fix)
 
 
 @dataclass(frozen=True)
 class JsonFiles:
-    """See `megatron_hetero.data.sources.formats.Format`. Columns: `starts` and `sizes` of records in bytes, and
-    their `lines` in JSONL.
+    """`Format` for JSON and JSONL files. Index columns: `starts` and `sizes` of records in bytes, and for JSONL
+    `lines`, the line numbers of records.
     """
 
     def scan(self, file: StoredFile, columns: Columns) -> Iterator[Place]:
-        """See `Format.scan`."""
+        """Yield the places of all records, see `Format.scan`."""
         size = max(1, int(file.version()[1]))
         with file.open() as opened:
             if _first_character(opened) == b"[":
@@ -79,7 +79,7 @@ class JsonFiles:
                 yield from _scan_lines(opened, columns, size)
 
     def read(self, file: StoredFile, columns: Arrays, numbers: range) -> Iterator[RawRecord]:
-        """See `Format.read`."""
+        """Yield consecutive records, see `Format.read`."""
         chosen = slice(numbers.start, numbers.stop)
         starts, sizes = columns["starts"][chosen].tolist(), columns["sizes"][chosen].tolist()
         lines = columns.get("lines", columns["starts"][:0])[chosen].tolist() or [0] * len(starts)
@@ -98,11 +98,11 @@ class JsonFiles:
             yield RawRecord(value, where)
 
     def read_ahead(self, file: StoredFile, columns: Arrays, numbers: np.ndarray) -> None:
-        """Does nothing: records are small, and items are in other files."""
+        """Do nothing: records are small, and items are in other files."""
 
 
 def _first_character(file: BinaryIO) -> bytes:
-    """The first character that is not blank; empty for a blank file."""
+    """Return the first character that is not blank; empty for a blank file."""
     while block := file.read(4096):
         if stripped := block.removeprefix(BOM).lstrip():
             return stripped[:1]
@@ -112,7 +112,7 @@ def _first_character(file: BinaryIO) -> bytes:
 def _scan_lines(opened: BinaryIO, columns: Columns, whole: int) -> Iterator[Place]:
     columns["starts"], columns["sizes"], columns["lines"] = starts, sizes, lines = array("q"), array("q"), array("q")
     end = 0
-    # One byte more than a record may have: the rest of such a line is skipped.
+    # Read at most one byte more than a record may have, and skip the rest of a longer line.
     for line, raw in enumerate(iter(lambda: opened.readline(MAX_TEXT_BYTES + 1), b""), start=1):
         start, end = end, end + len(raw)
         rest = raw if len(raw) > MAX_TEXT_BYTES else b"\n"
@@ -131,7 +131,7 @@ def _scan_lines(opened: BinaryIO, columns: Columns, whole: int) -> Iterator[Plac
 def _scan_list(file: StoredFile, opened: BinaryIO, columns: Columns, whole: int) -> Iterator[Place]:
     columns["starts"], columns["sizes"] = starts, sizes = array("q"), array("q")
     opened.seek(0)
-    # Elements refer to the file's own pages.
+    # Map the file, so that elements refer to its pages without being copied.
     data: Any = opened.read() if is_url(file.name) else mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
     at = len(BOM) if data[: len(BOM)] == BOM else 0
     view = memoryview(data)
@@ -149,11 +149,11 @@ def _scan_list(file: StoredFile, opened: BinaryIO, columns: Columns, whole: int)
 
 
 def _decoded_sizes(file: StoredFile, raw: bytes) -> list[int]:
-    """Bytes of each element of a list, by Python's decoder. Raises `UserError` if the text is no list."""
+    """Return the bytes of each element of a list, using Python's decoder. Raises `UserError` if the text is no list."""
     try:
         decode_json(raw)
     except UnicodeEncodeError:
-        pass  # An error of that record only.
+        pass  # Only the record with the lone surrogate is bad.
     except (ValueError, RecursionError) as error:
         raise _fault(error, file, 0, 1, str(file)) from None
     text, sizes, decoder = raw.decode(), list[int](), json.JSONDecoder()
@@ -165,7 +165,7 @@ def _decoded_sizes(file: StoredFile, raw: bytes) -> list[int]:
 
 
 def _line_at(file: StoredFile, at: int) -> int:
-    """The line number of a byte in a file."""
+    """Return the line number of a byte in a file."""
     return 1 + sum(file.read(k, min(_CHUNK, at - k)).count(b"\n") for k in range(0, at, _CHUNK))
 
 
@@ -182,7 +182,7 @@ def _broken(place: str, column: int, problem: object) -> UserError:
 
 
 def _fault(error: Exception, file: StoredFile, start: int, line: int, where: str) -> UserError:
-    """The error for a record's text, which begins at byte `start` on line `line` (0: unknown, in a list)."""
+    """Return the error for a record's text, which begins at byte `start` on line `line` (0: unknown, in a list)."""
     if isinstance(error, UnicodeEncodeError):
         return lone_surrogate(error, where)
     line = line or _line_at(file, start)
@@ -192,4 +192,4 @@ def _fault(error: Exception, file: StoredFile, start: int, line: int, where: str
         return not_utf8(error, f"{file}:{line}", fix)
     if isinstance(error, json.JSONDecodeError):
         return _broken(f"{file}:{line - 1 + error.lineno}", error.colno, error.msg)
-    return _broken(f"{file}:{line}", 1, error)  # Nesting too deep, or a number of too many digits, has no place.
+    return _broken(f"{file}:{line}", 1, error)  # Errors about nesting or the number of digits have no position.

@@ -1,6 +1,6 @@
 """Mappings of fields: which value in a record of a data set becomes which field of a `Record`.
 
-A path is written `json.conversations`, `qa[0].question` or `qa.0.question`: keys of objects and numbers of list
+A path such as `json.conversations`, `qa[0].question` or `qa.0.question` has keys of objects and numbers of list
 entries. Keys may contain dots: the longest existing key counts.
 """
 
@@ -20,23 +20,23 @@ _KEYS = re.compile(r"[^.\[\]]+")
 
 
 def keys_of(path: str) -> tuple[str, ...]:
-    """The keys of a path; empty for a path without names."""
+    """Return the keys of a path; empty for a path without names."""
     return tuple(_KEYS.findall(path))
 
 
 def known_fields(items: Iterable[str]) -> tuple[str, ...]:
-    """Fields that a record may have, including `items`, the item fields of all encoders."""
+    """Return the fields that a record may have, including `items`, the item fields of all encoders."""
     return tuple(dict.fromkeys([*items, *READ["record"]]))
 
 
 class FieldMap(NamedTuple):
-    """Paths in a data set's records by name of the field that they become. Other fields keep their names."""
+    """Mapping of fields: the path of each mapped field in a data set's records. Other fields keep their names."""
 
     paths: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @classmethod
     def parse(cls, fields: Mapping[str, str], items: Sequence[ItemField], setting: str) -> FieldMap:
-        """The mapping in a `setting`, for records with these item fields.
+        """Parse the mapping given by a `setting`, for records with these item fields.
 
         Raises:
             UserError: an unknown field, or no path.
@@ -52,7 +52,7 @@ class FieldMap(NamedTuple):
         return cls(tuple((name, keys_of(path)) for name, path in fields.items()))
 
     def apply(self, value: Any, where: str) -> Any:
-        """The record with its fields mapped. Raises `UserError` for a missing text."""
+        """Return the record with its fields mapped. Raises `UserError` if a mapped text is missing."""
         if not self.paths or not isinstance(value, dict):
             return value
         mapped = {name for name, _ in self.paths}
@@ -76,7 +76,7 @@ class FieldMap(NamedTuple):
 
 
 def value_at(value: Any, path: Sequence[str]) -> Any:
-    """The value at a path; None if the path does not exist."""
+    """Return the value at a path; None if the path does not exist."""
     if not path:
         return value
     if isinstance(value, list):

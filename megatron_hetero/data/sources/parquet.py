@@ -1,7 +1,7 @@
 """Parquet files with pictures and videos in their columns, as bytes (as `datasets` writes them) or as paths.
 
-A row group is what can be read by itself. Records are read from its texts alone: the bytes of items are stored in other
-places of the file, and are read when an item is opened. Both stay in a cache.
+A row group is the unit of reading. Records are read from the texts of a row group alone: the bytes of items are stored
+elsewhere in the file, and are read when an item is opened. Texts and items stay in a cache.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from megatron_hetero.data.sources.mapping import keys_of, known_fields
 from megatron_hetero.data.sources.parquet_groups import Column, Footer, Group, GroupCache, Table, Tree
 
 CACHE_BYTES, TEXT_BYTES = 1 << 30, 1 << 25
-"""Decoded bytes of row groups in memory, of all data sets: of items, and of texts, which are read again soon."""
+"""Maximum decoded bytes of cached row groups over all data sets: of items, and of texts."""
 MAX_FOOTERS = 256
-"""Files whose footers stay in memory."""
+"""Maximum number of files whose footers are cached."""
 BATCH_ROWS = 1 << 10
-"""Rows whose size is computed at a time before they become Python's objects."""
+"""Number of rows whose size is checked together before they become Python objects."""
 
 Path: TypeAlias = "tuple[str | int, ...]"
 """Names of fields and numbers of list elements, from a column's value to an item."""
@@ -40,8 +40,8 @@ Path: TypeAlias = "tuple[str | int, ...]"
 
 @dataclass(frozen=True)
 class Cell:
-    """An item in a column of a file. `row`: number of the row in the file, from 0. `path`: the way from the column's
-    value to the item. `name`: name of the file that the item came from, or empty. `source`: reads the item.
+    """An item in a column of a file. `row`: number of the row in the file, from 0. `path`: path from the column's value
+    to the item. `name`: name of the item's original file, or empty. `source`: reads the item.
     """
 
     file: StoredFile
@@ -54,7 +54,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """Name of the column, then of the file that the item came from."""
+        """Column and path of the item, followed by the name of its original file."""
         return f"{self._place} {self.name}".rstrip()
 
     @property
@@ -65,22 +65,22 @@ class Cell:
         return f"column {self._place} of {self.file} row {self.row + 1}"
 
     def open(self) -> BinaryIO:
-        """Open it for reading and seeking. Raises `OSError`, and `UserError` if the file is damaged."""
+        """Open the item for reading and seeking. Raises `OSError`, and `UserError` if the file is damaged."""
         return io.BytesIO(self.source.bytes_of(self))
 
     def version(self) -> Version:
-        """Version of the file, and the place in it. Raises `OSError`."""
+        """Return the version of the file and the place of the item in it. Raises `OSError`."""
         return *self.file.version(), self.group, self.row, self._place
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The bytes, so that another process need not read the row group.
+        # Pickle the bytes of the item, so that another process need not read the row group.
         return InMemory, (self.source.bytes_of(self), str(self), self.label, self.version())
 
 
 class ParquetFiles:
-    """See `megatron_hetero.data.sources.formats.Format`. Column: `groups`, the first row of each row group.
+    """`Format` for Parquet files. Index column: `groups`, the first row of each row group.
 
-    Columns of a file that are read are those that are mapped, and those with the name of a field of records.
+    Columns of a file are read if they are mapped or have the name of a field of records.
     """
 
     def __init__(self, fields: Mapping[str, str], items: Collection[str] = ()) -> None:
@@ -88,7 +88,7 @@ class ParquetFiles:
 
         Args:
             fields: paths in a row, by field of records.
-            items: fields of items besides those of pictures and videos.
+            items: names of item fields other than the fields of pictures and videos.
 
         Raises:
             UserError: pyarrow is not installed.
@@ -110,7 +110,7 @@ class ParquetFiles:
         return f"ParquetFiles{self._arguments}"
 
     def scan(self, file: StoredFile, columns: Columns) -> Iterator[Place]:
-        """See `Format.scan`. Reads the footer alone."""
+        """Yield the places of all rows, see `Format.scan`. Only the footer is read."""
         footer = self._footer(file)
         columns["groups"] = array("q", footer.starts[:-1].tolist())
         for group in map(footer.group, range(footer.groups)):
@@ -122,7 +122,7 @@ class ParquetFiles:
                 yield from repeat(Place(size // group.rows, share, group.number), group.rows)
 
     def read(self, file: StoredFile, columns: Arrays, numbers: range) -> Iterator[RawRecord]:
-        """See `Format.read`."""
+        """Yield consecutive rows as records, see `Format.read`."""
         footer, firsts, row = self._footer(file), columns["groups"], numbers.start
         while row < numbers.stop:
             group = footer.group_of(row)
@@ -133,28 +133,28 @@ class ParquetFiles:
             row = end
 
     def read_ahead(self, file: StoredFile, columns: Arrays, numbers: np.ndarray) -> None:
-        """See `Format.read_ahead`. Prefetches the row groups of these records."""
-        with contextlib.suppress(UserError, OSError, ValueError):  # Reading reports the error.
+        """Prefetch the row groups of these records, see `Format.read_ahead`."""
+        with contextlib.suppress(UserError, OSError, ValueError):  # Errors are raised when the rows are read.
             footer = self._footer(file)
             leaves = [leaf for column in footer.columns for leaf in column.leaves]
             chosen = dict.fromkeys(map(footer.group_of, numbers.tolist()))
             prefetch(file, (group.place(leaf) for group in chosen for leaf in leaves))
 
     def unread(self, file: StoredFile) -> list[str]:
-        """Columns of a file that are not read. Raises `UserError`, `OSError`."""
+        """Return the columns of a file that are not read. Raises `UserError`, `OSError`."""
         footer = self._footer(file)
         names, used = footer.metadata.schema.to_arrow_schema().names, {column.name for column in footer.columns}
         return [name for name in names if name not in used]
 
     def bytes_of(self, cell: Cell) -> bytes:
-        """The bytes of an item. Raises `OSError`, and `UserError` if the file is damaged."""
+        """Return the bytes of an item. Raises `OSError`, and `UserError` if the file is damaged."""
         footer = self._footer(cell.file)
         column = next((column for column in footer.columns if column.name == cell.column), None)
         group = footer.group_of(cell.row)
         value: Any = None
         if column is None or group.number != cell.group:
             raise changed(str(cell))
-        with contextlib.suppress(LookupError, TypeError):  # The file has changed.
+        with contextlib.suppress(LookupError, TypeError):  # Raised if the file has changed.
             item: Any = self._whole(group, column).column(0)[cell.row - group.first]
             for key in cell.path:
                 item = item[key]
@@ -168,15 +168,15 @@ class ParquetFiles:
         return _read_footer(file, file.version(), self._wanted)
 
     def _texts(self, group: Group) -> _Texts:
-        """The texts of a row group."""
+        """Return the texts of a row group from the cache, loading them if needed."""
         return _TEXT_CACHE.get(group, "", group.texts, partial(_load_texts, group))
 
     def _whole(self, group: Group, column: Column) -> Table:
-        """The table of a column with items."""
+        """Return the table of a column with items from the cache, loading it if needed."""
         return _CACHE.get(group, column.name, column.leaves, partial(groups.load, group, column.leaves))
 
     def _records(self, group: Group, rows: range) -> Iterator[RawRecord]:
-        """Consecutive records of a row group."""
+        """Yield consecutive records of a row group."""
         texts = self._texts(group)
         columns = dict(zip(texts.table.column_names, texts.table.columns, strict=True))
         columns |= {column.name: self._whole(group, column).column(0) for column in texts.unclear}
@@ -184,7 +184,7 @@ class ParquetFiles:
             yield from self._batch(group, texts, columns, range(start, min(start + BATCH_ROWS, rows.stop)))
 
     def _batch(self, group: Group, texts: _Texts, columns: Mapping[str, Any], rows: range) -> Iterator[RawRecord]:
-        """Records of a row group with these columns: read together, or one by one where a value cannot be read."""
+        """Yield records of a row group, decoded together, or one by one if a value cannot be decoded."""
         import pyarrow as pa
 
         values, start = None, rows.start - group.first
@@ -210,8 +210,8 @@ class ParquetFiles:
             yield RawRecord(UserError.at(where[0], found=problem, expected=expected, fix=fix), where[0])
 
     def _values(self, group: Group, column: Column, array: Any, rows: range) -> list[Any]:
-        """The values of a column in some rows. `array`: the column of the row group; None if each row has an item, and
-        nothing else.
+        """Return the values of a column in some rows. `array`: the column of the row group; None if each row has one
+        item and the column has nothing else.
         """
         cells = [partial(Cell, group.footer.file, group.number, row, column.name, source=self) for row in rows]
         if array is None:
@@ -221,13 +221,13 @@ class ParquetFiles:
 
 
 class _Wanted(NamedTuple):
-    """Columns to read: those of `paths` to mapped fields, which must be there, and those with other `names`."""
+    """Choice of columns: columns at the `paths` of mapped fields, which must exist, and columns with other `names`."""
 
     paths: tuple[tuple[str, tuple[str, ...]], ...]
     names: frozenset[str]
 
     def choose(self, file: StoredFile, schema: Any) -> set[str]:
-        """The names of the columns of a file to read. Raises `UserError` for one that is missing or unfit."""
+        """Return the names of the columns of a file to read. Raises `UserError` for a missing or unfit column."""
         present, roots = f"columns {listed(schema.names, 30)}", dict[str, str]()
         for name, path in self.paths:
             tried = (".".join(path[:count]) for count in range(len(path), 0, -1))
@@ -252,14 +252,14 @@ class _Wanted(NamedTuple):
 
 @lru_cache(maxsize=MAX_FOOTERS)
 def _read_footer(file: StoredFile, version: Version, wanted: _Wanted) -> Footer:
-    """The footer of a file of this version. Raises `UserError`, `OSError`."""
+    """Read the footer of a file of this version. Raises `UserError`, `OSError`."""
     return groups.read_footer(file, (version, wanted), partial(wanted.choose, file))
 
 
 @dataclass(frozen=True, eq=False)
 class _Texts:
-    """The texts of a row group. `size`: see `decoded_size`. `unclear`: columns of which texts and statistics do not
-    show which items have bytes.
+    """The texts of a row group. `size`: decoded bytes, see `decoded_size`. `unclear`: columns whose texts and
+    statistics do not show which items have bytes.
     """
 
     table: Table
@@ -287,14 +287,14 @@ def _size(table: Table) -> int:
 
 
 def _with_cells(value: Any, tree: Tree, path: Path, cell: Callable[[Path, str], Cell]) -> Any:
-    """A value with cells in place of its items that have bytes, and with paths in place of others. Null fields of
-    objects are left out: structs have the fields of all rows.
+    """Return a value with cells in place of items that have bytes, and paths in place of other items. Null fields of
+    objects are left out, since structs have the fields of all rows.
     """
     if value is None:
         return None
     if tree == groups.ITEM:
         given, name = (value, value.get("path")) if isinstance(value, dict) else ({}, None)
-        # Without the field `bytes`, all items have bytes.
+        # If there is no field `bytes`, all items are bytes.
         return name if given.get("bytes", b"") is None else cell(path, re.split(r"[/\\]", name or "")[-1])
     if isinstance(value, dict):
         trees = tree or {}

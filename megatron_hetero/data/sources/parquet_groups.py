@@ -1,8 +1,8 @@
 """Row groups of Parquet files: the structure of a file, columns as Arrow tables, and a cache of tables.
 
 Footers are not trusted. The decoded size of a column is computed from the headers of its pages before it is decoded;
-pyarrow refuses a compressed page with more or fewer bytes than its header says. Values that are stored once and
-repeated are counted while they are decoded, batch by batch.
+pyarrow refuses a compressed page with more or fewer bytes than its header says. Repeated values, which are stored only
+once, are counted while they are decoded, batch by batch.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from megatron_hetero.base.contents import StoredFile
 from megatron_hetero.base.errors import UserError, in_short
 
 MAX_GROUP_BYTES = 1 << 32
-"""Limit of the decoded bytes of a row group, in columns that are read together."""
+"""Maximum decoded bytes of the columns of a row group that are read together."""
 MAX_GROUP_ROWS = 1 << 24
-"""Limit of the rows of a row group."""
+"""Maximum number of rows of a row group."""
 VALUE_BYTES = 16
-"""Bytes that a value of any type counts, since nulls and empty texts take memory too."""
+"""Bytes counted for each value of any type, since nulls and empty texts take memory too."""
 BATCH_BYTES = 1 << 30
-"""Bytes that are decoded at a time: offsets in Arrow's arrays have 32 bits."""
+"""Maximum bytes decoded at a time, since offsets in Arrow arrays have 32 bits."""
 _BYTES = "BYTE_ARRAY", "NONE"
-"""Parquet's physical and logical type of bytes."""
+"""Parquet's physical and logical types of bytes."""
 _COPY = "copy the file again, or write it anew"
 
 # pyarrow is not typed.
@@ -39,7 +39,7 @@ Table: TypeAlias = Any
 Array: TypeAlias = Any
 DataType: TypeAlias = Any
 Tree: TypeAlias = Any
-"""Where items are in values of a type: `ITEM` for an item itself, a dictionary of trees by field for a struct, a list
+"""Places of items in values of a type: `ITEM` for an item itself, a dictionary of trees by field for a struct, a list
 of one tree for a list, and None for a type without items.
 """
 ITEM = "item"
@@ -48,8 +48,8 @@ ITEM = "item"
 
 
 class Leaf(NamedTuple):
-    """A leaf of a column's type, which Parquet stores by itself: its number and path in the file, and whether its
-    values are bytes.
+    """A leaf of a column's type, which Parquet stores as a separate column: its number and path in the file, and
+    whether its values are bytes.
     """
 
     number: int
@@ -58,7 +58,7 @@ class Leaf(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A column that is read. `tree`: the tree of its type, see `Tree`."""
+    """A column that is read. `tree`: places of items in its values, see `Tree`."""
 
     name: str
     type: DataType
@@ -66,7 +66,7 @@ class Column(NamedTuple):
     leaves: tuple[Leaf, ...]
 
     def texts(self) -> tuple[Leaf, ...]:
-        """The leaves without bytes of items, if they show which items exist; otherwise none."""
+        """Return the leaves other than bytes of items, if they show which items exist; otherwise an empty tuple."""
         texts = tuple(leaf for leaf in self.leaves if not leaf.is_bytes)
         for leaf in self.leaves:
             item, _, name = leaf.path.rpartition(".")
@@ -78,7 +78,8 @@ class Column(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Footer:
     """The structure of a file. `key`: differs between versions of files and choices of columns. `metadata`: pyarrow's
-    view of the footer. `starts`: int64 [groups + 1], the first row of each row group. `columns`: those that are read.
+    view of the footer. `starts`: first row of each row group, and the number of rows, int64 [groups + 1]. `columns`:
+    the columns that are read.
     """
 
     file: StoredFile
@@ -93,17 +94,17 @@ class Footer:
         return len(self.starts) - 1
 
     def group(self, number: int) -> Group:
-        """The row group of this number."""
+        """Return the row group with this number."""
         first, end = self.starts[number : number + 2].tolist()
         return Group(self, number, first, end - first)
 
     def group_of(self, row: int) -> Group:
-        """The row group of a row; the last one for rows beyond the end."""
+        """Return the row group of a row; the last row group for rows beyond the end."""
         return self.group(min(int(np.searchsorted(self.starts, row, side="right")), self.groups) - 1)
 
 
 class Group(NamedTuple):
-    """A row group: its number, first row, and number of rows."""
+    """A row group of a file: its number, first row, and number of rows."""
 
     footer: Footer
     number: int
@@ -120,25 +121,25 @@ class Group(NamedTuple):
 
     @property
     def texts(self) -> list[Leaf]:
-        """The leaves that records are read from, without bytes of items."""
+        """Leaves that records are read from, without bytes of items."""
         return [leaf for column in self.footer.columns for leaf in column.texts()]
 
     def chunk(self, leaf: Leaf) -> Any:
-        """pyarrow's metadata of a leaf's column chunk."""
+        """Return pyarrow's metadata of a leaf's column chunk."""
         return self.footer.metadata.row_group(self.number).column(leaf.number)
 
     def place(self, leaf: Leaf) -> tuple[int, int]:
-        """Byte range of a leaf in the file: start and stop."""
+        """Return the byte range of a leaf in the file: start and stop."""
         chunk = self.chunk(leaf)
         start = min(at for at in (chunk.data_page_offset, chunk.dictionary_page_offset) if at and at > 0)
         return start, start + chunk.total_compressed_size
 
     def size(self, leaves: Sequence[Leaf]) -> int:
-        """Decoded bytes of leaves according to the footer."""
+        """Return the decoded bytes of leaves according to the footer."""
         return sum(self.chunk(leaf).total_uncompressed_size for leaf in leaves)
 
     def too_large(self, size: int) -> UserError:
-        """The error for a row group whose columns decode to `size` bytes."""
+        """Return the error for a row group whose columns decode to `size` bytes."""
         found = f"{self.rows:,} rows with {size:,} bytes"
         expected = f"at most {MAX_GROUP_ROWS:,} rows and {MAX_GROUP_BYTES:,} bytes"
         fix = "write row groups of 100 to 1,000 rows, and leave out a row that is larger by itself"
@@ -146,7 +147,7 @@ class Group(NamedTuple):
 
 
 def read_footer(file: StoredFile, key: Hashable, choose: Callable[[Any], Collection[str]]) -> Footer:
-    """The footer of a file with the columns that `choose` names of its Arrow schema. Raises `UserError`, `OSError`."""
+    """Read a file's footer. `choose`: returns the columns to read of an Arrow schema. Raises `UserError`, `OSError`."""
     import pyarrow.parquet as pq
 
     with _reading(file), file.open() as opened, pq.ParquetFile(opened) as parquet:
@@ -161,13 +162,13 @@ def read_footer(file: StoredFile, key: Hashable, choose: Callable[[Any], Collect
 
 @contextlib.contextmanager
 def _reading(place: object) -> Iterator[None]:
-    """Context manager that raises errors of pyarrow as `UserError`s. Errors of the operating system are not changed."""
+    """Convert errors of pyarrow inside the context to `UserError`s. Errors of the operating system are not changed."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        # Arrow's own errors of reading have no number.
+        # Arrow raises `OSError`s without an errno for files that it cannot decode.
         if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
             raise
         if re.search("(en|de)crypt", str(error), re.IGNORECASE):
@@ -182,8 +183,8 @@ class _Planned(Exception):
 
 
 def _check_chunks(opened: BinaryIO, metadata: Any, paths: Sequence[str]) -> None:
-    """Check the footer's metadata of some leaves by planning to read them. If it is damaged or encrypted, pyarrow
-    aborts the process on access to it, but raises an exception while it plans a read.
+    """Check the footer's metadata of some leaves by planning to read the leaves. On access to damaged or encrypted
+    metadata pyarrow aborts the process, but while it plans a read it raises an exception.
     """
     import pyarrow.parquet as pq
 
@@ -196,7 +197,7 @@ def _check_chunks(opened: BinaryIO, metadata: Any, paths: Sequence[str]) -> None
 
 
 def _columns(schema: Any, leaves: Any, chosen: Collection[str]) -> tuple[Column, ...]:
-    """The chosen columns of a file with an Arrow `schema`, whose `leaves` are in Parquet's schema."""
+    """Return the chosen columns of a file, given its Arrow `schema` and the `leaves` of its Parquet schema."""
     columns, first = [], 0
     for each in schema:
         numbers = range(first, first := first + _leaf_count(each.type))
@@ -209,12 +210,12 @@ def _columns(schema: Any, leaves: Any, chosen: Collection[str]) -> tuple[Column,
 
 
 def _leaf_count(kind: DataType) -> int:
-    storage = getattr(kind, "storage_type", kind)  # The type that an extension type is stored as.
+    storage = getattr(kind, "storage_type", kind)  # Storage type of an extension type.
     return sum(_leaf_count(storage.field(k).type) for k in range(storage.num_fields)) or 1
 
 
 def _tree(kind: DataType) -> Tree:
-    """The tree of a type, see `Tree`."""
+    """Return the tree of a type, see `Tree`."""
     from pyarrow import types
 
     if is_item(kind):
@@ -227,7 +228,7 @@ def _tree(kind: DataType) -> Tree:
 
 
 def _width(kind: DataType) -> int:
-    """Number of values (or bytes) of fixed size that a null of a type may be decoded to."""
+    """Return the number of fixed-size values (or bytes) to which a null of a type may be decoded."""
     from pyarrow import types
 
     storage = getattr(kind, "storage_type", kind)
@@ -237,14 +238,14 @@ def _width(kind: DataType) -> int:
 
 
 def is_bytes(kind: DataType) -> bool:
-    """Whether values of a type are bytes."""
+    """Return whether values of a type are bytes."""
     from pyarrow import types
 
     return types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
 
 
 def is_item(kind: DataType) -> bool:
-    """Whether values of a type are items: bytes, or a struct that has them, as `datasets` writes it."""
+    """Return whether values of a type are items: bytes, or a struct with a field `bytes`, as `datasets` writes it."""
     from pyarrow import types
 
     if not types.is_struct(kind):
@@ -253,7 +254,7 @@ def is_item(kind: DataType) -> bool:
 
 
 def is_list(kind: DataType) -> bool:
-    """Whether values of a type are lists."""
+    """Return whether values of a type are lists."""
     from pyarrow import types
 
     return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
@@ -263,8 +264,8 @@ def is_list(kind: DataType) -> bool:
 
 
 def load(group: Group, leaves: Sequence[Leaf]) -> Table:
-    """Leaves of a row group. Raises `OSError`, and `UserError` if they decode to more than `MAX_GROUP_BYTES`: no more
-    than these and one batch are in memory then.
+    """Load leaves of a row group. Raises `OSError`, and `UserError` as soon as more than `MAX_GROUP_BYTES` are decoded,
+    so that at most this limit and one batch are in memory.
     """
     import pyarrow as pa
 
@@ -283,14 +284,14 @@ def load(group: Group, leaves: Sequence[Leaf]) -> Table:
 
 
 def _batch_rows(group: Group, leaves: Sequence[Leaf], chunks: Collection[bytes]) -> tuple[int, list[int]]:
-    """How many rows of leaves with these chunks to decode at a time, and the numbers of leaves to decode as
-    dictionaries.
+    """Return the number of rows to decode at a time, and the numbers of the leaves to decode as dictionaries, given the
+    stored `chunks` of the leaves.
 
-    If all values fit into the limit even where each one repeats the largest, nothing is decoded in a special way.
-    Otherwise dictionaries stay dictionaries, and where pyarrow has none the largest value of each row is taken into
-    account. Raises `UserError` for values that exceed the limit for certain, or for a single row that may.
+    If all values fit into the limit even if each one repeats the largest, no leaf is decoded as a dictionary. Otherwise
+    leaves with dictionaries are; for leaves that pyarrow cannot decode as dictionaries, the largest values bound a row.
+    Raises `UserError` for values that certainly exceed the limit, or for a single row that may.
     """
-    # Bytes of values stored once, and upper bounds: of repeated values, and of a row of those without dictionaries.
+    # Bytes of values stored once; upper bounds for repeated values, and for a row of leaves without dictionaries.
     once, repeated, by_row, by_dictionary = 0, 0, 1, list[int]()
     types = {leaf: column.type for column in group.footer.columns for leaf in column.leaves}
     for leaf, chunk in zip(leaves, chunks, strict=True):
@@ -309,7 +310,7 @@ def _batch_rows(group: Group, leaves: Sequence[Leaf], chunks: Collection[bytes])
         once, by_row, by_dictionary = once + repeated, 1, []
     elif max(once, by_row) > MAX_GROUP_BYTES:
         raise group.too_large(max(once, by_row))
-    # Half, since pyarrow holds a batch twice while it converts extension types.
+    # Half, since pyarrow has two copies of a batch while it converts extension types.
     rows = min(group.rows, group.rows * BATCH_BYTES // max(1, once), BATCH_BYTES // 2 // by_row)
     return max(1, rows), by_dictionary
 
@@ -322,7 +323,7 @@ def _batches(
     rows: int,
     by_dictionary: list[int],
 ) -> Iterator[Table]:
-    """Batches of `rows` rows of leaves, whose chunks begin at these places. Raises `UserError` for too many bytes."""
+    """Yield batches of `rows` rows. `chunks`: bytes of leaves by start in the file. Raises `UserError` if too large."""
     import pyarrow.parquet as pq
 
     def read(size: int) -> bytes:
@@ -331,7 +332,7 @@ def _batches(
     file, total = SimpleNamespace(read=read, seek=opened.seek, tell=opened.tell, closed=False, mode="rb"), 0
     options = {"metadata": group.footer.metadata, "page_checksum_verification": True}
     with pq.ParquetFile(file, read_dictionary=by_dictionary, pre_buffer=False, **options) as parquet:
-        # By number, since another leaf may have the same path.
+        # Select leaves by number, since several leaves may have the same path.
         for batch in parquet.reader.iter_batches(rows, [group.number], [leaf.number for leaf in leaves], False):
             total += max(batch.nbytes, decoded_size(batch.columns))
             if total > MAX_GROUP_BYTES:
@@ -340,7 +341,7 @@ def _batches(
 
 
 def decoded_size(arrays: Sequence[Array]) -> int:
-    """Bytes of arrays with their dictionaries expanded, plus one for each value at any depth."""
+    """Return the bytes of arrays with their dictionaries expanded, plus one for each value at any depth."""
     import pyarrow.compute as pc
     from pyarrow import types
 
@@ -363,12 +364,12 @@ def decoded_size(arrays: Sequence[Array]) -> int:
 
 
 def has_all_bytes(group: Group, texts: Table, column: Column) -> bool:
-    """Whether all items of a column have bytes, by the footer's statistics and the table of texts."""
+    """Return whether all items of a column have bytes, by the footer's statistics and the table of texts."""
     stored, items = 0, group.rows if column.tree == ITEM else 0
     for leaf in column.leaves:
         if leaf.is_bytes:
             chunk = group.chunk(leaf)
-            # pyarrow aborts the process on access to statistics of another type than the column's.
+            # pyarrow aborts the process on access to statistics whose type is not the column's.
             if chunk.physical_type != "BYTE_ARRAY" or chunk.statistics is None or not chunk.statistics.has_null_count:
                 return False
             stored += chunk.num_values - chunk.statistics.null_count
@@ -378,7 +379,7 @@ def has_all_bytes(group: Group, texts: Table, column: Column) -> bool:
 
 
 def _item_count(array: Array, tree: Tree) -> int:
-    """Number of items in an array that are not null. `tree`: of its type."""
+    """Return the number of items in an array that are not null. `tree`: tree of the array's type."""
     if tree is None:
         return 0
     if tree == ITEM:
@@ -391,20 +392,20 @@ def _item_count(array: Array, tree: Tree) -> int:
 
 # --------------------------------------------------------------------------------------------- headers of pages
 
-# As in parquet.thrift. By type of pages with values: the field with its header, and the encoding's field in that.
+# Numbers in parquet.thrift. By type of a page with values: field of its header, and field of the encoding there.
 _DICTIONARY, _TYPE_HEADERS = 2, {0: (5, 2), 2: (7, 2), 3: (8, 4)}
 _BY_DICTIONARY, _AFTER_PREFIX = (2, 8), 7
 
 
 class PageTotals(NamedTuple):
-    """Sums over the pages of a column chunk, by their headers.
+    """Totals over the pages of a column chunk, from the headers of the pages.
 
     Attributes:
-        bytes: bytes of the pages when decompressed.
-        values: number of values, with those of the dictionary.
-        repeated: upper bound of the bytes that repeated values of a dictionary, or prefixes of earlier values, take.
-        largest: upper bound of the bytes of the largest such value.
-        has_prefixes: whether some pages are in DELTA_BYTE_ARRAY.
+        bytes: decompressed bytes of the pages.
+        values: number of values, including dictionary values.
+        repeated: upper bound of the bytes of repeated dictionary values, and of prefixes repeated from earlier values.
+        largest: upper bound of the bytes of the largest repeated value or prefix.
+        has_prefixes: whether some pages are encoded as DELTA_BYTE_ARRAY.
     """
 
     bytes: int
@@ -415,7 +416,7 @@ class PageTotals(NamedTuple):
 
 
 def page_totals(chunk: bytes) -> PageTotals:
-    """The totals of a column chunk. Raises an exception for damaged headers."""
+    """Return the totals of a column chunk. Raises an exception for damaged headers."""
     at = total = values = dictionary = repeated = largest = 0
     has_prefixes = False
     while at < len(chunk):
@@ -427,7 +428,7 @@ def page_totals(chunk: bytes) -> PageTotals:
             count, encoding = header[type_field][1], header[type_field][encoding_field]
         if min(size, stored, count) < 0:
             raise ValueError("a negative number in the header of a page")
-        size = max(size, stored)  # For uncompressed pages pyarrow does not read the former.
+        size = max(size, stored)  # pyarrow ignores `size` of uncompressed pages.
         at, total, values = end + stored, total + size, values + count
         if kind == _DICTIONARY:
             dictionary += size
@@ -439,7 +440,7 @@ def page_totals(chunk: bytes) -> PageTotals:
 
 
 def _struct(data: bytes, at: int) -> tuple[dict[int, Any], int]:
-    """The fields of a struct in Thrift's compact protocol, by number, and where it ends."""
+    """Decode a struct in Thrift's compact protocol. Returns its fields by number, and the position after it."""
     fields, number = dict[int, Any](), 0
     while (head := data[at]) != 0:
         at, number, kind = at + 1, number + (head >> 4), head & 15
@@ -447,9 +448,9 @@ def _struct(data: bytes, at: int) -> tuple[dict[int, Any], int]:
             raise ValueError("a field of another type in the header of a page")
         if kind == 12:
             fields[number], at = _struct(data, at)
-        elif kind > 2:  # Kinds 1 and 2 are booleans, which have no value.
+        elif kind > 2:  # Kinds 1 and 2 are booleans, whose value is in the kind.
             value, at = _varint(data, at)
-            at += value if kind == 8 else 0  # Bytes, which are skipped.
+            at += value if kind == 8 else 0  # Skip the bytes of a string.
             fields[number] = value >> 1 ^ -(value & 1)
             if kind == 5 and value >> 32:
                 raise ValueError("a number of more than 32 bits in the header of a page")
@@ -467,15 +468,15 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 class _Entry:
-    """Leaves of a row group that are loaded or being loaded, and their bytes, which are estimated until then."""
+    """A cache entry: the result of a load, which may still be running, and its size in bytes, estimated until then."""
 
     def __init__(self, size: int) -> None:
         self.loaded, self.size = Future[Any](), size
 
 
 class GroupCache:
-    """Columns of row groups in memory, up to `limit` bytes in all. The least recently used are dropped, but none of the
-    row group that was loaded last, whatever its size.
+    """Cache of columns of row groups, with at most `limit` bytes. The least recently used columns are dropped, except
+    columns of the row group that was loaded last.
     """
 
     def __init__(self, limit: int) -> None:
@@ -483,7 +484,7 @@ class GroupCache:
         self._entries = OrderedDict[tuple[Hashable, str], _Entry]()
 
     def get(self, group: Group, name: str, leaves: Sequence[Leaf], load: Callable[[], Any]) -> Any:
-        """The result of `load` for these leaves of a row group: one thread loads it, while others wait."""
+        """Return the cached result of `load` for these leaves of a row group. One thread loads, while others wait."""
         key = group.key, name
         with self._lock:
             entry = self._entries.get(key)

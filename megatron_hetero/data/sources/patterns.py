@@ -1,5 +1,5 @@
-"""Files named by a pattern: braces as in a shell, `shard-{0000..0099}.tar` or `{a,b}.json`, then `*`, `?` and
-`[...]`. Matches of a wildcard are in the order of their names.
+"""Finds files by a pattern: braces as in a shell, `shard-{0000..0099}.tar` or `{a,b}.json`, then `*`, `?` and `[...]`.
+Matches of a wildcard are in the order of their names.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from megatron_hetero.base.contents import StoredFile, is_url, require_store, sto
 from megatron_hetero.base.errors import UserError, quoted
 
 MAX_FILES = 1_000_000
-"""Limit of the files of a data set."""
+"""Maximum number of files of a data set."""
 MAX_NAME, MAX_CHARACTERS = 4096, 1 << 28
-"""Maximum characters of a name, the limit of paths in Linux, and of all names together."""
+"""Maximum characters of a name (the limit of paths in Linux), and of all names together."""
 MAX_BRACES = 16
 """Maximum number of opening braces in a pattern."""
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MARK = re.compile(r"[{},]")
-_UNUSABLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")  # The other surrogates are bytes of a file's name.
+_UNUSABLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")  # The other surrogates encode bytes of a file's name.
 
 
 def files_of(pattern: str, setting: str) -> tuple[StoredFile, ...]:
-    """The files named by the pattern of a `setting`, as absolute paths or URLs. Names without wildcards need not exist.
+    """Return the files named by the pattern of a `setting`. Names without wildcards need not exist.
 
     Raises:
         UserError: no file matches, one is named twice, there are too many, or a URL is not of an object store.
@@ -50,14 +50,14 @@ def files_of(pattern: str, setting: str) -> tuple[StoredFile, ...]:
 
 
 def require_matches(pattern: str, setting: str) -> None:
-    """Check that all files of this machine that a pattern names exist. Raises `UserError`."""
+    """Check that all local files that a pattern names exist. Raises `UserError`."""
     for file in files_of(pattern, setting):
         if not is_url(file.name) and not _exists(file.name):
             raise UserError.at(setting, problem=f"no such file: {file}", fix="correct the pattern")
 
 
 def _exists(name: str) -> bool:
-    """Whether a file has exactly this name, brackets included."""
+    """Return whether a file with exactly this name exists, brackets included."""
     return not is_url(name) and os.path.exists(name)  # noqa: PTH110
 
 
@@ -69,7 +69,7 @@ def _matches(name: str) -> list[str]:
 
 
 def with_braces_expanded(patterns: Iterable[str], where: str) -> list[str]:
-    """All names that patterns expand to by their braces; wildcards and URLs are not changed. Raises `UserError`."""
+    """Return all names to which the braces of patterns expand; wildcards are not expanded. Raises `UserError`."""
     names, size = list[str](), 0
     for pattern in patterns:
         if _UNUSABLE.search(pattern) or pattern.count("{") > MAX_BRACES:
@@ -86,7 +86,7 @@ def with_braces_expanded(patterns: Iterable[str], where: str) -> list[str]:
 
 
 def _expanded(pattern: str, where: str) -> Iterator[str]:
-    """Yield the names that a pattern expands to by its braces."""
+    """Yield the names to which the braces of a pattern expand."""
     start = pattern.find("{")
     end = next(_outer_marks(pattern, start), None) if start >= 0 else None
     if end is None:
@@ -99,7 +99,7 @@ def _expanded(pattern: str, where: str) -> Iterator[str]:
 
 
 def _outer_marks(text: str, start: int = 0) -> Iterator[re.Match[str]]:
-    """Yield the commas of a text that are outside braces, and the braces that close outer ones."""
+    """Yield the commas of a text that are outside braces, and the closing marks of outermost braces."""
     depth = 0
     for mark in _MARK.finditer(text, start):
         depth += {"{": 1, "}": -1, ",": 0}[mark[0]]
@@ -108,9 +108,9 @@ def _outer_marks(text: str, start: int = 0) -> Iterator[re.Match[str]]:
 
 
 def _choices(inside: str, where: str) -> Iterator[str]:
-    """Yield the choices of braces with this text between them."""
+    """Yield the choices in a pair of braces, given the text between the braces. Raises `UserError`."""
     if ends := _RANGE.fullmatch(inside):
-        # Python converts no texts of thousands of digits.
+        # Python refuses to convert texts of thousands of digits.
         first, last = (int(end[:20]) for end in ends.groups())
         if not 0 <= last - first < MAX_FILES or len(inside) > 40:
             found, expected = f"{{{inside}}}", f"an ascending range of at most {MAX_FILES:,} numbers"

@@ -19,18 +19,18 @@ from megatron_hetero.base.contents import StoredFile
 from megatron_hetero.base.errors import UserError, quoted
 
 MAX_EXTENDED_BYTES = 1 << 20
-"""Limit of an extended header."""
+"""Maximum bytes of an extended header."""
 BLOCK = 512
-"""Bytes of a header. Members are padded to a multiple of it."""
+"""Bytes of a header. Members are padded to a multiple of this number."""
 _ZEROS = bytes(BLOCK)
 _MAX_BEHIND = 1 << 20
-"""Bytes after the last member that are checked to be zero."""
+"""Number of bytes after the last member that are checked to be zero."""
 _REGULAR = (b"0", b"\0", b"7")
 _FOLDER = b"5"
 _EXTENDED = (b"x", b"X", b"g", b"L", b"K")
 _WANTED = re.compile(rb"\d (path|size|GNU\.sparse)")
 _MAX_NAME = 1 << 12
-"""Maximum bytes of a name, the limit of paths in Linux."""
+"""Maximum bytes of a name (the limit of paths in Linux)."""
 _SPARSE = b"GNU.sparse"
 _REFUSED = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a pipe",
             b"S": "a sparse file"}  # fmt: skip
@@ -56,7 +56,7 @@ def tar_members(file: StoredFile, whole: int) -> Iterator[Member]:
     """Yield the fields of samples in a tar file of `whole` bytes, in the order of the file.
 
     Raises:
-        UserError: the file is no tar, damaged or truncated, or has members other than files and folders.
+        UserError: the file is not a tar, is damaged or truncated, or has members other than files and folders.
         OSError: the file cannot be read.
     """
     with file.open() as opened:
@@ -72,7 +72,7 @@ def tar_members(file: StoredFile, whole: int) -> Iterator[Member]:
 
 
 def require_tar(file: StoredFile, block: bytes) -> None:
-    """Check that the first block of a file is that of an uncompressed tar. Raises `UserError`."""
+    """Check that a file that begins with `block` is an uncompressed tar. Raises `UserError`."""
     for magic, command in _COMPRESSED.items():
         if block.startswith(magic):
             fix = f"{command} it"
@@ -86,7 +86,7 @@ def require_tar(file: StoredFile, block: bytes) -> None:
 def _regular_members(
     file: StoredFile, whole: int, read: Callable[[int, int], bytes]
 ) -> Iterator[tuple[bytes, int, int]]:
-    """Yield the name, start and size of each regular file in a tar."""
+    """Yield the name, start and size in bytes of each regular file in a tar. Raises `UserError`."""
     at, given, given_to_all = 0, dict[bytes, bytes](), dict[bytes, bytes]()
     require_tar(file, read(0, BLOCK))
     while (block := read(at, BLOCK)) != _ZEROS:
@@ -132,9 +132,9 @@ def _regular_members(
 
 
 def _header(block: bytes) -> tuple[bytes, bytes, int] | None:
-    """Type, name and size in a header; None if the block is no header."""
+    """Return the type, name and size in a header; None if the block is not a header."""
     try:
-        # The lower half is 1 and the sum of the bytes. The checksum itself counts as eight spaces.
+        # The lower half of Adler-32 is 1 plus the sum of bytes. The checksum field counts as eight spaces.
         computed = zlib.adler32(block[156:], zlib.adler32(block[:148])) & 0xFFFF
         if (computed + 255) % 65521 != int(block[148:156].strip(b" \0"), 8) % 65521 or len(block) != BLOCK:
             return None
@@ -158,8 +158,8 @@ def _number(raw: bytes) -> int:
 
 
 def is_header_of(block: bytes, member: str, size: int, before: Callable[[], bytes]) -> bool:
-    """Whether a block is the header of a member with this name and size, given a function that returns the blocks
-    before it, which may end with its extended headers.
+    """Return whether a block is the header of a member with this name and size. `before`: function that returns the
+    blocks before the header, which may end with its extended headers.
     """
     header = _header(block)
     if header is None or header[0] not in _REGULAR:
@@ -172,7 +172,7 @@ def is_header_of(block: bytes, member: str, size: int, before: Callable[[], byte
 
 
 def _given_before(blocks: bytes) -> dict[bytes, bytes]:
-    """Values of the extended headers at the end of some blocks."""
+    """Return the values of the extended headers at the end of some blocks."""
     for start in range(len(blocks) - 2 * BLOCK, -1, -BLOCK):
         kind, _, size = _header(blocks[start : start + BLOCK]) or (b"", b"", 0)
         if kind in _EXTENDED and -len(blocks) // BLOCK == -(start + BLOCK + size) // BLOCK:
@@ -182,7 +182,7 @@ def _given_before(blocks: bytes) -> dict[bytes, bytes]:
 
 
 def _replaced(name: bytes, size: int, kind: bytes, given: dict[bytes, bytes]) -> tuple[bytes, int, bytes]:
-    """Name, size and type of a member after its extended headers are applied."""
+    """Return the name, size and type of a member after applying the values of its extended headers."""
     if _SPARSE in given:
         kind = b"S"
     if kind in _REGULAR and (text := given.get(b"size")) is not None:
@@ -191,12 +191,12 @@ def _replaced(name: bytes, size: int, kind: bytes, given: dict[bytes, bytes]) ->
 
 
 def _extended(kind: bytes, data: bytes) -> dict[bytes, bytes] | None:
-    """Path, size and sparse mark in an extended header; None if it is damaged."""
+    """Return the path, size and sparse mark in an extended header; None if the header is damaged."""
     if kind == b"L":
         name = data.partition(b"\0")[0]
         return {b"path": name} if len(name) <= _MAX_NAME else None
     values = dict[bytes, bytes]()
-    if kind == b"K" or not _WANTED.search(data):  # Mostly the fraction of a time.
+    if kind == b"K" or not _WANTED.search(data):  # Usually the header has only a fraction of a time.
         return values
     at = 0
     while at < len(data):
@@ -214,7 +214,7 @@ def _extended(kind: bytes, data: bytes) -> dict[bytes, bytes] | None:
 
 
 def _key_and_field(name: bytes, file: StoredFile) -> tuple[bytes, bytes] | None:
-    """Sample key and field name in the name of a member; None for a member that is not of a sample."""
+    """Return the sample key and field name in the name of a member; None for a member that belongs to no sample."""
     folder, slash, last = name.rpartition(b"/")
     stem, dot, field = last.partition(b".")
     if name[:1] == b"/" or (b".." in name and b".." in name.split(b"/")):
@@ -239,5 +239,5 @@ def _damaged(file: StoredFile, at: int) -> UserError:
 
 
 def quoted_name(name: bytes) -> str:
-    """A name for a message."""
+    """Return a name for a message."""
     return quoted(name.decode("utf-8", "backslashreplace"))

@@ -1,4 +1,4 @@
-"""Samples of tars as records: decodes their texts, and derives the fields of records from the names of members."""
+"""Converts samples of tars to records: decodes texts, and derives record fields from the names of members."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatron_hetero.models.items.types import Modality
 
 _CAPTIONS = ("txt", "text", "caption")
 TEXTS = (*_CAPTIONS, "cls", "json")
-"""Suffixes of fields that are texts."""
+"""Suffixes of fields that contain text."""
 _CONVERT = "convert the text, or rename the field"
 
 
 def decoded(value: Content | bytes | int, field: str, where: str) -> Any:
-    """The value of a field. `value`: bytes of a text, their number if it exceeds the limit, or a content, which is
-    returned as it is. Raises `UserError`.
+    """Return the value of a field. `value`: bytes of a text, their number if it exceeds the limit, or a content, which
+    is returned unchanged. Raises `UserError`.
     """
     where = f"{where} field {field}"
     if isinstance(value, int):
@@ -38,7 +38,7 @@ def decoded(value: Content | bytes | int, field: str, where: str) -> Any:
 
 
 def decoded_json(raw: bytes, where: str) -> Any:
-    """The value of a JSON text. Raises `UserError`."""
+    """Decode a JSON text. Raises `UserError`."""
     try:
         return decode_json(raw.removeprefix(BOM))
     except UnicodeDecodeError as error:
@@ -51,15 +51,15 @@ def decoded_json(raw: bytes, where: str) -> Any:
 
 
 def with_defaults(fields: dict[str, Any], where: str, mapped: bool) -> dict[str, Any]:
-    """The fields of a sample, with the fields of a record that are derived from them.
+    """Return the fields of a sample, together with the record fields that are derived from them.
 
-    - The keys of the JSON field, if it is an object. If it is a list, `conversations` or `messages`, by the keys of its
-      first entry.
-    - `answer`, from a text field, if these have no text.
-    - `video` and `image`, from the fields with such suffixes; where the JSON names them, in its order.
+    - The keys of the JSON field, if it is an object; if it is a list, it becomes `conversations` or `messages`,
+      depending on the keys of its first entry.
+    - `answer`, from a text field, if the fields so far have no text.
+    - `video` and `image`, from fields with such suffixes; in the order of the JSON if the JSON names them.
 
     Raises:
-        UserError: the JSON names items that the sample does not have, and has others; not if fields are `mapped`.
+        UserError: the JSON names other items than the sample has, unless fields are `mapped`.
     """
     given = _json_field(fields)
     items = _resolved(fields, given, where, mapped)
@@ -73,26 +73,26 @@ def with_defaults(fields: dict[str, Any], where: str, mapped: bool) -> dict[str,
 
 
 def form_of(turns: Sequence[Any]) -> str:
-    """Name of the field for a list of turns."""
+    """Return the name of the record field for a list of turns."""
     return "messages" if turns and isinstance(turns[0], dict) and "role" in turns[0] else "conversations"
 
 
 def _json_field(fields: dict[str, Any]) -> Any:
-    """Value of the field `json`, or of the only field with that suffix."""
+    """Return the value of the field `json`, or of the only field with the suffix `.json`."""
     others = [name for name in fields if name.endswith(".json")]
     return fields.get("json", fields[others[0]] if len(others) == 1 else None)
 
 
 def _resolved(fields: dict[str, Any], given: Any, where: str, mapped: bool) -> dict[str, Any]:
-    """The items of a sample by modality, except those that the JSON field `given` names: there names are replaced by
-    contents.
+    """Return the items of a sample by modality, except items that the JSON field `given` names; in `given`, their names
+    are replaced by contents.
     """
     contents = {name: value for name, value in fields.items() if is_content(value)}
     by_name = dict(contents)
     for value in contents.values():
         by_name |= {value.label.lower(): value, posixpath.basename(value.label).lower(): value}
     items, used = dict[str, Any](), list[Content]()
-    for modality in ("video", "image"):  # In this order: a video may be a list of pictures.
+    for modality in ("video", "image"):  # Videos first, since a video may be a list of pictures.
         suffixes = NAMES[modality].suffixes
         unnamed = [value for name, value in contents.items() if f".{name}".endswith(suffixes) and value not in used]
         slots = _slots(given, modality)
@@ -116,7 +116,7 @@ def _resolved(fields: dict[str, Any], given: Any, where: str, mapped: bool) -> d
 
 
 def _slots(given: Any, modality: Modality) -> list[tuple[dict[str, Any], str]]:
-    """Objects and keys in a JSON field whose values name items of a modality."""
+    """Return the objects and keys in a JSON field whose values name items of a modality."""
     names = NAMES[modality]
     slots = [(given, modality), (given, names.plural)] if isinstance(given, dict) else []
     messages = given.get("messages") if isinstance(given, dict) else given
@@ -130,13 +130,13 @@ def _slots(given: Any, modality: Modality) -> list[tuple[dict[str, Any], str]]:
 
 
 def _strings(value: Any) -> list[str]:
-    """A text, or the texts in a list and in lists inside it, such as frames of videos."""
+    """Return the texts in a value: a text itself, or all texts in a list and its inner lists, such as frames."""
     listed = value if isinstance(value, list) else [value]
     return [text for each in listed for text in (each if isinstance(each, list) else [each]) if isinstance(text, str)]
 
 
 def _refilled(value: Any, contents: Iterator[Content], depth: int = 2) -> Any:
-    """The value with its `_strings` replaced by contents, in order."""
+    """Return the value with its texts (`_strings`) replaced by contents, in order."""
     if isinstance(value, list) and depth:
         return [_refilled(each, contents, depth - 1) for each in value]
     return next(contents) if isinstance(value, str) else value

@@ -21,26 +21,26 @@ from megatron_hetero.data.sources.tar_records import TEXTS, decoded, with_defaul
 _BEFORE = 16 * BLOCK
 """Bytes before a header that are searched for extended headers."""
 _NEAR = 1 << 17
-"""Largest gap in bytes between two fields that are prefetched together."""
+"""Largest gap in bytes between two fields that are prefetched in one range."""
 
 
 @dataclass(frozen=True)
 class TarFiles:
-    """See `megatron_hetero.data.sources.formats.Format`. A record has the fields of a sample by name, texts decoded and
-    others as `Content`, and the fields that `with_defaults` adds.
+    """`Format` for WebDataset tars. A record has the fields of a sample by name, texts decoded and others as `Content`,
+    and the fields that `with_defaults` adds.
 
-    Columns: keys of samples are in `keys` up to `key_ends`, and the numbers of their fields up to `field_ends`; for
-    each field the number of its name is in `fields`, its place in bytes in `starts` and `sizes`; names are in `names`
-    up to `name_ends`.
+    Index columns: `keys` of samples, which end at `key_ends`; the end of each sample's fields, `field_ends`; for each
+    field the number of its name, `fields`, and its bytes in the file, `starts` and `sizes`; `names` of fields, which
+    end at `name_ends`.
 
     Attributes:
-        mapped: whether `fields` of the data set are given. Names of missing items in a JSON field are then no errors.
+        mapped: whether the data set has `fields`. Then a JSON field may name items that do not exist.
     """
 
     mapped: bool = False
 
     def scan(self, file: StoredFile, columns: Columns) -> Iterator[Place]:
-        """See `Format.scan`."""
+        """Yield the places of all samples, see `Format.scan`."""
         whole = int(file.version()[1])
         yield from collect(file, whole, columns, tar_members(file, whole))
         if not columns["key_ends"]:
@@ -49,7 +49,7 @@ class TarFiles:
             raise UserError.at(file, problem="no samples", because=because, fix=fix)
 
     def read(self, file: StoredFile, columns: Arrays, numbers: range) -> Iterator[RawRecord]:
-        """See `Format.read`."""
+        """Yield consecutive samples as records, see `Format.read`."""
         for key, members in _samples(columns, numbers):
             where = f"{file.name}: {key}"
             raw = {
@@ -65,19 +65,19 @@ class TarFiles:
             yield RawRecord(value, where)
 
     def read_ahead(self, file: StoredFile, columns: Arrays, numbers: np.ndarray) -> None:
-        """See `Format.read_ahead`. Prefetches the members of these samples."""
+        """Prefetch the members of these samples, see `Format.read_ahead`."""
         if len(numbers):
             prefetch(file, _ranges(columns, numbers).tolist())
 
     def _record(self, fields: dict[str, Any], where: str) -> dict[str, Any]:
-        """The record of a sample with these fields. Raises `UserError`."""
+        """Return the record of a sample with these fields. Raises `UserError`."""
         return with_defaults(fields, where, self.mapped)
 
     def _text(self, file: StoredFile, key: str, field: str, start: int, size: int) -> bytes | int:
-        """The bytes of a field, or their number if there are too many. Raises `UserError` for another member."""
+        """Return the bytes of a field, or their number if too many. Raises `UserError` if the file has changed."""
         if size > MAX_TEXT_BYTES:
             return size
-        # Its header, which is read with it, shows whether the columns are right.
+        # Read the field together with its header, which shows whether the index columns still fit.
         raw = file.read(start - BLOCK, BLOCK + size)
         first = max(0, start - BLOCK - _BEFORE)
         before = partial(file.read, first, start - BLOCK - first)
@@ -87,8 +87,8 @@ class TarFiles:
 
 
 def _samples(columns: Arrays, numbers: range) -> Iterator[tuple[str, list[tuple[str, int, int]]]]:
-    """Yield key and fields of consecutive samples. A field is its name, start and size in bytes."""
-    before = max(0, numbers.start - 1)  # The first sample starts where the one before it ends.
+    """Yield the key and the fields of consecutive samples. A field is its name, start and size in bytes."""
+    before = max(0, numbers.start - 1)  # The first sample starts where the previous sample ends.
     chosen = slice(before, numbers.stop)
     key_ends, field_ends = columns["key_ends"][chosen].tolist(), columns["field_ends"][chosen].tolist()
     if not numbers.start:
@@ -108,7 +108,7 @@ def _field_name(columns: Arrays, field: int) -> str:
 
 
 def _ranges(columns: Arrays, numbers: np.ndarray) -> np.ndarray:
-    """Start and stop of samples in their file in bytes, int64 [ranges, 2], ascending, with small gaps included."""
+    """Return the byte ranges of samples in their file, int64 [ranges, 2], ascending, joined across small gaps."""
     ends = columns["field_ends"]
     firsts = np.where(numbers > 0, ends[numbers - 1], 0)
     counts = ends[numbers] - firsts
@@ -137,7 +137,7 @@ def collect(file: StoredFile, whole: int, columns: Columns, members: Iterable[Me
             if keys:
                 yield Place(size, end / whole)
             keys[key], size = len(keys), 0
-        if field not in spelled:  # In lower case, as in the library webdataset.
+        if field not in spelled:  # In lower case, like the library webdataset.
             name = field.decode("utf-8", "backslashreplace").lower().encode()
             spelled[field] = names.setdefault(name, len(names))
         owners.append(keys[key])
@@ -149,7 +149,7 @@ def collect(file: StoredFile, whole: int, columns: Columns, members: Iterable[Me
         yield Place(size, end / whole)
     samples, named = np.frombuffer(owners, np.int64), np.frombuffer(fields, np.int64)
     _require_distinct(file, list(keys), list(names), samples * len(names) + named)
-    if np.any(samples[1:] < samples[:-1]):  # Sort the fields by sample.
+    if np.any(samples[1:] < samples[:-1]):  # The members of some sample are not adjacent: sort fields by sample.
         order = np.argsort(samples, kind="stable")
         fields, starts, sizes = (
             array("q", np.frombuffer(each, np.int64)[order].tobytes()) for each in (fields, starts, sizes)
@@ -161,7 +161,7 @@ def collect(file: StoredFile, whole: int, columns: Columns, members: Iterable[Me
 
 
 def _require_distinct(file: StoredFile, keys: Sequence[bytes], names: Sequence[bytes], codes: np.ndarray) -> None:
-    """Check that the `codes` of fields differ: equal codes mean one name twice in one sample. Raises `UserError`."""
+    """Check that all `codes` differ, since equal codes mean that a sample has a field twice. Raises `UserError`."""
     codes.sort()
     twice = codes[1:][codes[1:] == codes[:-1]]
     if len(twice):

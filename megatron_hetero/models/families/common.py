@@ -53,7 +53,7 @@ def require(folder: Path, title: str, expectations: Iterable[Expectation]) -> No
 
 
 def of_vision(vision: Any, text: Any) -> tuple[Expectation, ...]:
-    """Return the expectations of any family's encoder. `text`: the language model of the same folder."""
+    """Return the expectations of any family's encoder. `text`: configuration of the folder's language model."""
     rope, head_dim = vision.rope_parameters or {}, vision.hidden_size // vision.num_heads
     rope_type = rope.get("rope_type", "default")
     return (
@@ -99,7 +99,7 @@ def of_text(
 
 
 def positive(name: str, values: Any, *keys: str) -> Iterator[Expectation]:
-    """Yield the expectations that attributes or items of `values`, if set, are above 0."""
+    """Yield a failed expectation for each of the attributes or items `keys` of `values` that is set but not above 0."""
     for key in keys:
         value = values.get(key) if isinstance(values, dict) else getattr(values, key, None)
         if value is not None and not 0 < value < math.inf:
@@ -128,7 +128,7 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 def fused_expert(name: str) -> tuple[str, int] | None:
     """Return the fused tensor that contains a matrix of an expert, and the expert's index in it; None for any other
-    tensor. Gates and ups of a layer are one fused tensor, downs another.
+    tensor. The gates and ups of a layer form one fused tensor, the downs another.
     """
     if (match := _EXPERT.fullmatch(name)) is None:
         return None
@@ -142,7 +142,7 @@ _NESTED = {ENCODER: f"model.{ENCODER}", TEXT: "model.language_model."}
 
 
 def canonical_name(stored: str) -> str:
-    """Return the name used here for a tensor in a folder. Newer versions of transformers nest modules in `model.`."""
+    """Return the canonical name of a tensor, without the prefix of newer folders that nest modules in `model.`."""
     for flat, nested in _NESTED.items():
         if stored.startswith(nested):
             return flat + stored.removeprefix(nested)
@@ -178,7 +178,7 @@ class PictureFamily(Family):
         return rope_positions(tokens, starts, blocks)
 
     def canonical_name(self, stored: str, /) -> str:
-        """Return the name that folders without nested modules use."""
+        """Return the name of a tensor in folders without nested modules."""
         return canonical_name(stored)
 
     def joined(self, text: Any, encoder: Any, text_alone: bool) -> Any:

@@ -1,4 +1,4 @@
-"""What the shapes of language models with experts share."""
+"""Base of the shapes of language models with experts."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from megatron_hetero.models.layers.mlp import MLP
 
 @dataclass(frozen=True)
 class ExpertShape(LanguageModelShape):
-    """Base of the shapes of language models whose layers, or some of them, have experts."""
+    """Base of the shapes of language models in which all or some layers have experts."""
 
     views = (EXPERTS,)
 
     experts: int
-    """Experts of a layer that has any."""
+    """Number of experts of each sparse layer."""
     experts_per_token: int
     expert_ffn: int
-    """Width of an expert."""
+    """Width of an expert's MLP."""
 
     @property
     def counts(self) -> Mapping[Split, int]:
-        """Number of experts."""
+        """Number of units that the expert view splits: the experts of a layer."""
         return {"experts": self.experts}
 
     def expert_mlp(self, shared: MLP | None = None) -> ExpertMLP:
-        """Return the experts of a layer, with a `shared` MLP beside them."""
+        """Return the MLP part of a sparse layer: its experts, and the `shared` MLP if given."""
         return ExpertMLP(self.hidden, self.expert_ffn, self.experts, self.experts_per_token, "mlp.", shared)

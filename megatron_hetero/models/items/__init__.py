@@ -1,1 +1,1 @@
-"""What encoders take: the protocol of item types, and a folder for each type."""
+"""Inputs of encoders: the interfaces of item types, and the item types of pictures and videos."""

@@ -1,4 +1,4 @@
-"""Common code of encoders that cut images into square patches."""
+"""Base of the shapes of encoders that cut images into square patches."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ImageEncoderShape(EncoderShape):
 
     @classmethod
     def of(cls, vision: Any, **further: Any) -> Self:
-        """The shape in a `vision_config`. `further`: further fields of a family's shape."""
+        """Return the shape that a `vision_config` describes. `further`: further fields of a family's shape."""
         return cls(
             layers=vision.depth,
             hidden=vision.hidden_size,
@@ -76,16 +76,16 @@ class ImageEncoderShape(EncoderShape):
         return self.unit * self.patch_elements
 
     def rows(self, size: ImageSize) -> int:
-        """Number of rows of an image."""
+        """Return the number of rows of an image."""
         return math.prod(size) // self.unit
 
     def sequences(self, size: ImageSize) -> tuple[int, ...]:
-        """Number of patches in each frame; a frame is a sequence of full attention."""
+        """Return the number of patches in each frame, which is a sequence of full attention."""
         frames, rows, columns = size
         return (rows * columns,) * frames
 
     def tokens(self, sizes: Iterable[ImageSize]) -> Tokens:
-        """Lengths of the sequences and windows of images of these sizes."""
+        """Return the lengths of the sequences and windows of images of these sizes."""
         sizes = list(sizes)
         return Tokens(
             [patches for size in sizes for patches in self.sequences(size)],
@@ -93,11 +93,11 @@ class ImageEncoderShape(EncoderShape):
         )
 
     def positions(self, size: ImageSize, units: np.ndarray) -> np.ndarray:
-        """Row and column of each patch in these units: int64 [2, patches]."""
+        """Return the row and column of each patch in these units: int64 [2, patches]."""
         return patch_positions(size, self.merge, units)
 
     def cost_per_patch(self, size: ImageSize) -> float:
-        """Predicted forward flops of one patch, which attends to all patches of its frame."""
+        """Return the predicted forward FLOPs of one patch, which attends to all patches of its frame."""
         linear, quadratic = self.flops_per_patch
         return linear + quadratic * size[1] * size[2]
 
@@ -112,7 +112,7 @@ class ImageEncoderShape(EncoderShape):
         return AxialRotary(self.rope_theta, self.head_dim)
 
     def attention(self, *, windowed: bool = False) -> SelfAttention:
-        """The attention of a layer, within windows if `windowed`."""
+        """Return the attention part of a layer, within windows if `windowed`."""
         return SelfAttention(
             self.hidden,
             self.heads,
@@ -127,8 +127,8 @@ class ImageEncoderShape(EncoderShape):
 
     @cached_property
     def flops_per_patch(self) -> tuple[float, float]:
-        """Forward flops per patch, and per pair of patches in one sequence of full attention: `linear` and `quadratic`
-        of linear * n + quadratic * n^2, fitted to images of one and of two windows.
+        """Forward FLOPs per patch, and per pair of patches in one sequence of full attention: the coefficients of
+        linear * n + quadratic * n^2 for n patches, fitted to images of one and of two windows.
         """
         n = self.window_patches
         one, two = (

@@ -1,4 +1,4 @@
-"""Picture files: the size from the header alone, and the pixels as upright RGB.
+"""Reading of picture files: the size from the header alone, and the pixels as upright RGB.
 
 Files are not trusted, so only formats are read that Pillow decodes in this process: others start programs (EPS
 starts Ghostscript) or have obscure decoders. Pillow refuses truncated files and pictures of too many pixels.
@@ -37,7 +37,7 @@ _MAX_BEHIND = 1 << 20
 
 
 def picture_size(content: Content, where: str) -> tuple[int, int]:
-    """(width, height) in pixels after EXIF rotation, read from the header: nothing is decoded.
+    """Return (width, height) in pixels after EXIF rotation, read from the header without decoding the picture.
 
     Raises:
         UserError: the file is missing, not a picture, or has more pixels than Pillow opens.
@@ -48,10 +48,10 @@ def picture_size(content: Content, where: str) -> tuple[int, int]:
 
 
 def load_picture(content: Content, where: str) -> Image.Image:
-    """The decoded picture, upright and in mode RGB; transparent parts become white.
+    """Decode a picture, upright and in mode RGB; transparent areas become white.
 
     Raises:
-        UserError: as `picture_size`, and for pictures that are truncated or damaged.
+        UserError: as in `picture_size`, or the picture is truncated or damaged.
     """
     with _open(content, where) as image:
         orientation, file = _orientation(image), image.fp
@@ -61,16 +61,16 @@ def load_picture(content: Content, where: str) -> Image.Image:
 
 
 def _require_end(kind: str | None, file: Any) -> None:
-    """Check what decoders ignore in a decoded `file`: the checksums of a PNG, and whether a JPEG is complete. Raises
+    """Check properties of a decoded `file` that decoders ignore: the checksums of a PNG, and the end of a JPEG. Raises
     Pillow's exceptions.
     """
     if kind == "PNG":
         with Image.open(file, formats=["PNG"]) as again:
             again.verify()
     elif kind in ("JPEG", "MPO"):
-        read = file.tell()  # At least to the end of the pixels.
+        read = file.tell()  # The decoder has read at least the pixels.
         file.seek(0)
-        JpegImageFile(file)  # Reads up to the compressed data, which contains neither of the two markers.
+        JpegImageFile(file)  # Reads up to the compressed data, which contains neither marker.
         data = file.read(read - file.tell() + _MAX_BEHIND)
         end = data.find(b"\xff\xd9")
         if end < 0 or data.find(b"\xff\xd8", 0, end) >= 0:
@@ -78,17 +78,17 @@ def _require_end(kind: str | None, file: Any) -> None:
 
 
 def image_place(where: str, content: Content) -> str:
-    """Name of a record's image in messages."""
+    """Return the name of a record's image for messages."""
     return f"{where}: image {content}"
 
 
 @contextmanager
 def _open(content: Content, where: str) -> Iterator[ImageFile.ImageFile]:
-    """Open the picture in a file. Inside, exceptions are raised as `UserError`s: Pillow's plugins raise nearly every
+    """Open a picture as a context manager that converts exceptions to `UserError`. Pillow's plugins raise nearly every
     built-in exception for damaged files.
     """
     try:
-        # Not by name: Pillow would open the file a second time.
+        # Pass the open file, since Pillow would open a file name a second time.
         with content.open() as file, Image.open(file, formats=_known_formats()) as image:
             yield image
     except (UserError, MemoryError):
@@ -125,13 +125,13 @@ def _unreadable(place: str, error: Exception) -> UserError:
 
 @lru_cache
 def _known_formats() -> tuple[str, ...]:
-    """The formats of `FORMATS` that this Pillow can decode."""
+    """Return the formats of `FORMATS` that the installed Pillow can decode."""
     Image.init()
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
 def _orientation(image: Image.Image) -> int:
-    """EXIF orientation 1 to 8, from the data before the pixels.
+    """Return the EXIF orientation, 1 to 8, from the data before the pixels.
 
     Uses the method of the base class, because the method for PNG decodes the picture to find metadata after the pixels.
     Pillow applies the orientation of TIFF pictures itself.
@@ -142,7 +142,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """The picture as RGB, over white where it is transparent, as in Qwen's own preprocessing: the colour under
+    """Convert a picture to RGB, over white where it is transparent, as in Qwen's preprocessing: the colour of
     transparent pixels is arbitrary.
     """
     if image.mode == "I" or image.mode.startswith("I;16"):
@@ -156,5 +156,5 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def over_white(rgba: Image.Image) -> Image.Image:
-    """An RGBA picture over white, as RGB."""
+    """Return an RGBA picture over white, as RGB."""
     return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")

@@ -1,4 +1,4 @@
-"""Pictures as an item type: sizes, patches and positions, and the reader.
+"""The item type of pictures: sizes, patches and positions, and the reader.
 
 Patches are in unit order: units are counted along the rows of a picture (*raster order*), and the merge x merge patches
 of a unit are consecutive, row by row.
@@ -37,9 +37,8 @@ class ImageSize(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def picture_order(size: ImageSize, merge: int, window: int) -> ItemOrder:
-    """The order of a picture's units by windows of `window` x `window` units, which are smaller at the lower and right
-    edges: all units of the first window in raster order, then all of the second, and so on. With window 1 this is
-    raster order.
+    """Return the order of a picture's units by windows of `window` x `window` units, which are smaller at the lower and
+    right edges: window after window, with the units of each window in raster order. With window 1 this is raster order.
     """
     frames, rows, columns = size[0], size[1] // merge, size[2] // merge
     frame, row, column = np.indices((frames, rows, columns))
@@ -52,7 +51,7 @@ def picture_order(size: ImageSize, merge: int, window: int) -> ItemOrder:
 
 
 def patch_positions(size: ImageSize, merge: int, units: np.ndarray) -> np.ndarray:
-    """Row and column of each patch in the units of these raster indices: int64 [2, patches]."""
+    """Return the row and column of each patch in units with these raster indices: int64 [2, patches]."""
     rows, columns, inside = size[1] // merge, size[2] // merge, np.arange(merge)
     units = units.astype(np.int64)[:, None, None]
     row = units // columns % rows * merge + inside[:, None]
@@ -61,15 +60,15 @@ def patch_positions(size: ImageSize, merge: int, units: np.ndarray) -> np.ndarra
 
 
 def rope_positions(length: int, starts: np.ndarray, blocks: Sequence[RowBlock]) -> np.ndarray:
-    """Multimodal rotary positions of one sample: time, height and width of each token (Qwen2-VL, arXiv 2409.12191,
-    section 2.1).
+    """Return the multimodal rotary positions of one sample: time, height and width of each token (Qwen2-VL, arXiv
+    2409.12191, section 2.1).
 
     A text token advances all three by one. The tokens of an image share one time and have their row and column in the
     image, all relative to the image's first position. The following text continues after the largest position, or at
     the position that `RowBlock.length` gives.
 
     Args:
-        length: number of tokens of the sample, including those of items.
+        length: number of tokens of the sample, including rows of items.
         starts: int64 [blocks], index of each block's first row.
         blocks: the blocks of all items.
 
@@ -90,7 +89,7 @@ def rope_positions(length: int, starts: np.ndarray, blocks: Sequence[RowBlock]) 
 
 @dataclass(frozen=True, eq=False)
 class ImageReader:
-    """The image processor of a model folder. See `megatron_hetero.models.items.types.ItemReader`.
+    """`ItemReader` of pictures, which uses the image processor of a model folder.
 
     `token_id`: the token that stands for one merged patch.
     """
@@ -99,16 +98,16 @@ class ImageReader:
     token_id: int
 
     def header(self, item: Item) -> Header:
-        """Width and height of an upright picture."""
+        """Return the width and height of the upright picture, from the header of its file."""
         return picture_size(item.content, item.where)
 
     def size(self, item: Item) -> ImageSize:
-        """The size of a picture as the encoder takes it."""
+        """Return the size in patches of a picture after resizing."""
         return self._size(item, item.header or self.header(item))
 
     def _size(self, item: Item, file_size: tuple[int, int]) -> ImageSize:
-        """The size of a picture as the encoder takes it, from width and height in its file."""
-        # Imports torch; see `megatron_hetero.data.tokenizer`.
+        """Return the size in patches, after resizing, of a picture with this width and height in its file."""
+        # This module imports torch; see `megatron_hetero.data.tokenizer`.
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         processor, given, (width, height) = self.image_processor, dict(item.given), file_size
@@ -127,22 +126,22 @@ class ImageReader:
         return ImageSize(1, height // processor.patch_size, width // processor.patch_size)
 
     def pieces(self, size: ImageSize) -> tuple[ImageSize, ...]:
-        """The size of the only piece, the picture."""
+        """Return the size of the only piece, which is the whole picture."""
         return (size,)
 
     def blocks(self, size: ImageSize) -> Sequence[RowBlock]:
-        """One block: frame, row and column of each merged patch in raster order."""
+        """Return one block, with the frame, row and column of each unit in raster order."""
         (frames, rows, columns), merge = size, self.image_processor.merge_size
         return (RowBlock(np.indices((frames, rows // merge, columns // merge)).reshape(3, -1)),)
 
     def describe(self, item: Item, size: ImageSize) -> str:
-        """The picture's size in pixels, its size for the encoder, and its grid of patches."""
+        """Return a description of a picture: its size in pixels, its resized size, and its grid of patches."""
         (width, height), patch = self.header(item), self.image_processor.patch_size
         resized = f"{size.columns * patch}×{size.rows * patch} px"
         return f"{width}×{height} px → {resized}, grid {tuple(size)} (t, h, w)"
 
     def patches(self, item: Item, pieces: Sequence[Piece]) -> np.ndarray:
-        """Decode one picture, which has one piece.
+        """Decode the patches of a picture, which has one piece.
 
         Returns:
             float32 [t·h·w, channels · temporal_patch_size · patch_size²], normalised; merged groups are adjacent.
@@ -167,7 +166,7 @@ class ImageReader:
 
 
 def fitted(picture: Image.Image, side: tuple[int, int]) -> Image.Image:
-    """The picture resized to this width and height."""
+    """Return the picture resized to this width and height."""
     return picture if picture.size == side else picture.resize(side, Image.Resampling.BICUBIC)
 
 
@@ -179,7 +178,7 @@ class PixelLimits(NamedTuple):
 
 
 def read_settings(folder: Path, sources: Sequence[str]) -> dict[str, Any]:
-    """The settings of a processor, searched in `ItemType.settings` as `transformers` does. Raises `UserError`."""
+    """Read a processor's settings from the files of `ItemType.settings`, like `transformers`. Raises `UserError`."""
     key, *files = sources
     for name in (NESTED, *files):
         if (folder / name).is_file():
@@ -191,7 +190,7 @@ def read_settings(folder: Path, sources: Sequence[str]) -> dict[str, Any]:
 
 
 def load_image_processor(folder: Path, kind: type, section: Any, setting: str) -> Any:
-    """Load the image processor of a folder in its PIL variant, which gives the same pixels on every machine.
+    """Load the PIL variant of a folder's image processor, which computes the same pixels on every machine.
 
     Args:
         folder: a folder whose files have been checked.
@@ -202,7 +201,7 @@ def load_image_processor(folder: Path, kind: type, section: Any, setting: str) -
     Raises:
         UserError: no picture can have an area within the limits.
     """
-    # From its module: releases before 5.18 export it only if torchvision is installed.
+    # Imported from its module: releases before 5.18 export it only if torchvision is installed.
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     local: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
@@ -275,23 +274,23 @@ IMAGE_TOKENS = {
 
 @dataclass(frozen=True)
 class Pictures(ItemType):
-    """See `megatron_hetero.models.items.types.ItemType`. Sizes are `ImageSize`s; a picture is one piece."""
+    """`ItemType` of pictures. Sizes are `ImageSize`s, and each picture is one piece."""
 
     image_processor_class: Callable[[], type]
-    """Returns the class of `transformers` whose patches the encoder takes."""
+    """Function that returns the image processor class of `transformers` whose patches the encoder takes."""
     modality: Modality = "image"
     tokens = ItemTokens("vision_start_token_id", "image_token_id", "vision_end_token_id")
     processor: str = "an image processor"
     settings: tuple[str, ...] = ("image_processor", "preprocessor_config.json")
 
     def open(self, folder: Path, config: Any, section: Any, setting: str, token_id: int) -> ImageReader:
-        """A reader with the folder's image processor."""
+        """Return a reader with the folder's image processor, see `ItemType.open`."""
         image_processor = load_image_processor(folder, self.image_processor_class(), section, setting)
         check_agreement(folder, config.vision_config, image_processor)
         return ImageReader(image_processor, token_id)
 
     def exported(self, folder: Path, section: Mapping[str, Any]) -> dict[str, Any]:
-        """The image processor's settings with the run's limits."""
+        """Return the image processor's settings with the run's pixel limits; empty if the run has no limits."""
         if not any(chosen := PixelLimits(section.get("min_pixels"), section.get("max_pixels"))):
             return {}
         size = load_image_processor(folder, self.image_processor_class(), chosen, str(folder)).size
@@ -299,7 +298,7 @@ class Pictures(ItemType):
         return read_settings(folder, self.settings) | limits
 
     def assumed(self, shape: Any, plan: EstimateConfig) -> ImageSize:
-        """A square of whole units, as resized by the image processor."""
+        """Return the size of the square picture that section `plan` describes, in whole units."""
         return square(plan.image_side, shape)
 
     def measures(self, shape: Any, size: ImageSize) -> str:
@@ -308,11 +307,11 @@ class Pictures(ItemType):
 
 
 def square(side: int, shape: Any) -> ImageSize:
-    """The size, in whole units, of a square picture with `side` pixels per side for an encoder with this shape."""
+    """Return the size, in whole units, of a square picture with `side` pixels per side for an encoder's shape."""
     patches = max(1, round(side / (shape.patch * shape.merge))) * shape.merge
     return ImageSize(1, patches, patches)
 
 
 def pixels_of(shape: Any, size: ImageSize) -> str:
-    """Width and height in pixels, as text."""
+    """Return width and height in pixels as text."""
     return f"{size.columns * shape.patch:,}x{size.rows * shape.patch:,} pixels"

@@ -1,4 +1,4 @@
-"""Interfaces of item types. With them general code reads, cuts and distributes items without knowing what a size is.
+"""Interfaces of item types, by which general code reads, splits and distributes items of any kind.
 
 An *item* is shown at one place of a record: a picture, a video, a clip of sound. It consists of *pieces*, which are
 read, assigned to replicas and limited in size one by one: a picture is one piece, a video has one for every two frames.
@@ -34,9 +34,9 @@ Size = Hashable
 class Item(NamedTuple):
     """An item of a record.
 
-    `content`: its bytes, or the first of `frames`. `where`: name of the record in messages. `frames`: contents of the
-    files of an item that consists of several, in order. `given`: names and values of settings in the record. `header`:
-    see `ItemReader.header`; None if it has not been read.
+    `content`: the item's bytes, or the first of `frames`. `where`: name of the record in messages. `frames`: contents
+    of the files of an item that consists of several, in order. `given`: names and values of settings in the record.
+    `header`: see `ItemReader.header`; None if it has not been read.
     """
 
     content: Content
@@ -47,7 +47,7 @@ class Item(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Piece `number` of an item, and its size."""
+    """A piece of an item: its number in the item, and its size."""
 
     number: int
     size: Size
@@ -57,7 +57,7 @@ class RowBlock(NamedTuple):
     """Consecutive rows of an item in the text, between the texts `before` and `after`.
 
     `places`: int64 [3, rows], positions in time, height and width, relative to the first position of the block.
-    `length`: position of the following text, relative to the same; None: the position after the largest.
+    `length`: position of the following text, relative to the same position; None: the position after the largest.
     """
 
     places: np.ndarray
@@ -67,7 +67,7 @@ class RowBlock(NamedTuple):
 
 
 class ItemTokens(NamedTuple):
-    """Tokens of an item in the text: `start`, one `row` per row, `end`. They are keys of `Family.tokens`."""
+    """Tokens of an item in the text, as keys of `Family.tokens`: `start`, then `row` once per row, then `end`."""
 
     start: str
     row: str
@@ -75,11 +75,11 @@ class ItemTokens(NamedTuple):
 
 
 class ItemReader(Protocol):
-    """Reads items of one type for one encoder. It has no open files and can be pickled."""
+    """Protocol of readers of one type of items for one encoder. Readers have no open files and can be pickled."""
 
     @property
     def token_id(self) -> int:
-        """The token that stands for one row."""
+        """Id of the token that stands for one row."""
         ...
 
     def header(self, item: Item) -> Header:
@@ -87,23 +87,23 @@ class ItemReader(Protocol):
         ...
 
     def size(self, item: Item) -> Size:
-        """The size of an item, from `Item.header`, or from its file if that is None. Raises `UserError`."""
+        """Return the size of an item, from `Item.header` if set, else from its file. Raises `UserError`."""
         ...
 
     def pieces(self, size: Any) -> tuple[Size, ...]:
-        """The sizes of the pieces of an item of that size, in the order of their rows."""
+        """Return the sizes of the pieces of an item of this size, in the order of their rows."""
         ...
 
     def blocks(self, size: Any) -> Sequence[RowBlock]:
-        """The blocks of an item in the text. They have the same number of rows as its pieces."""
+        """Return the blocks of an item in the text, which together have as many rows as its pieces."""
         ...
 
     def patches(self, item: Item, pieces: Sequence[Piece]) -> np.ndarray:
-        """The decoded patches of some pieces of an item, float32 [patches, elements]. Raises `UserError`."""
+        """Decode the patches of some pieces of an item: float32 [patches, elements]. Raises `UserError`."""
         ...
 
     def describe(self, item: Item, size: Any) -> str:
-        """A description of an item as stored and as the encoder takes it. Raises `UserError`."""
+        """Return a description of an item as stored and as the encoder takes it. Raises `UserError`."""
         ...
 
 
@@ -136,27 +136,27 @@ class ItemType(Protocol):
         ...
 
     def chat_entry(self, section: Any, token: str) -> dict[str, str]:
-        """The entry of a chat message that stands for an item with rows of `token`. `section`: see `open`."""
+        """Return the entry of a chat message for an item with rows of `token`. `section`: see `open`."""
         return {"type": self.modality}
 
     def assumed(self, shape: Any, plan: EstimateConfig) -> Size:
-        """Size of the pieces described by section `plan`, for an encoder with this shape."""
+        """Return the size of the pieces that section `plan` describes, for an encoder with this shape."""
         ...
 
     def assumed_pieces(self, plan: EstimateConfig) -> int:
-        """Number of pieces in a sample described by section `plan`."""
+        """Return the number of pieces in the sample that section `plan` describes."""
         return plan.images
 
     def assumed_items(self, plan: EstimateConfig) -> tuple[str, str]:
-        """The items of a sample in words, and the names of the settings that describe them."""
+        """Return a description of the items in a sample of section `plan`, and the names of their settings."""
         return f"{plan.images} image{'s' * (plan.images != 1)}", "plan.images, plan.image_side"
 
     def measures(self, shape: Any, size: Any) -> str:
-        """The size of a piece in words."""
+        """Return the size of a piece in words."""
         ...
 
     def exported(self, folder: Path, section: Mapping[str, Any]) -> dict[str, Any]:
-        """Processor settings in an export of a run with `section` (see `open`); empty if the folder's apply."""
+        """Return the processor settings to export for a run with `section` (see `open`); empty to keep the folder's."""
         return {}
 
 
@@ -172,7 +172,7 @@ class ItemOrder(NamedTuple):
 
 
 class ItemShape(Protocol):
-    """Geometry of an encoder's pieces. Each `size` is the size of a piece."""
+    """Protocol of the geometry of an encoder's pieces. Each `size` is the size of a piece."""
 
     @property
     def unit(self) -> int:
@@ -190,33 +190,33 @@ class ItemShape(Protocol):
         ...
 
     def rows(self, size: Any) -> int:
-        """Number of rows of a piece, one per unit."""
+        """Return the number of rows of a piece, one per unit."""
         ...
 
     def order(self, size: Any) -> ItemOrder:
-        """Processing order of the units of a piece."""
+        """Return the order in which the encoder processes the units of a piece."""
         ...
 
     def positions(self, size: Any, units: np.ndarray) -> np.ndarray:
-        """Coordinates of the patches in the units of these numbers: int64 [position_dims, patches]."""
+        """Return the coordinates of the patches in units with these numbers: int64 [position_dims, patches]."""
         ...
 
     def sequences(self, size: Any) -> tuple[int, ...]:
-        """Number of patches in each sequence of full attention."""
+        """Return the number of patches in each sequence of full attention."""
         ...
 
     def cost(self, size: Any) -> float:
-        """Predicted forward flops of encoding the piece."""
+        """Return the predicted forward FLOPs of encoding a piece."""
         return sum(self.sequences(size)) * self.cost_per_patch(size)
 
     def cost_per_patch(self, size: Any) -> float:
-        """Predicted forward flops of one patch, which attends to all patches of its sequence."""
+        """Return the predicted forward FLOPs of one patch, which attends to all patches of its sequence."""
         ...
 
 
 def padded_patches(patches: int, unit: int, sequence_shards: int) -> int:
-    """Number of patches in a shard after padding: whole units for each rank that shares its activations, at least one
-    each.
+    """Return the number of patches in a shard after padding: equal whole units, at least one, for each of
+    `sequence_shards` ranks.
 
     `sequence_shards`: tp with sequence-parallel activations, else 1. An empty shard participates in collectives, and
     Megatron's layers do not accept tensors without elements.

@@ -1,6 +1,6 @@
-"""Video files: the time of each frame, and requested frames as upright RGB.
+"""Reading of video files: the time of each frame, and requested frames as upright RGB.
 
-Files are not trusted. FFmpeg reads an open file and opens nothing else: formats that name other files (playlists,
+Files are not trusted. FFmpeg reads an open file and opens no other file: formats that name other files (playlists,
 `concat`) or are made of pictures are not accepted. A truncated file is refused, because FFmpeg reports no error for it.
 Reading has a time limit.
 """
@@ -44,19 +44,19 @@ Convert: TypeAlias = Callable[[Image.Image], T]
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,asf,ogg,gif,ivf,mxf"
 """Accepted formats, by FFmpeg's names, regardless of a file's suffix."""
 MAX_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 1 << 27)
-"""Maximum pixels of a frame, as for pictures."""
+"""Maximum pixels of a frame, the same as for pictures."""
 MAX_FRAMES = 1 << 23
 """Maximum frames of a file: 38 hours at 60 frames per second."""
 MAX_STORED = 1 << 15
-"""Maximum stored tables in each of 256 folders, not counting recently used ones."""
+"""Maximum number of stored frame tables in each of 256 folders, not counting recently used tables."""
 WORTH_A_SEEK = 16
-"""Minimum number of frames that a seek must skip: it costs about as much as decoding a few frames."""
+"""Minimum number of skipped frames for which a seek is faster than decoding."""
 UPRIGHT = -1
 """Value of `FrameTable.turn` for frames that are upright."""
 _EXACT = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "mpegts", "flv", "ivf")
 """Formats with a time for every frame. In other formats FFmpeg extrapolates times, differently after a seek."""
 _FORMAT = 2
-"""Version of the format of stored tables. Tables of other versions are not read."""
+"""Version of the format of stored frame tables. Tables of other versions are not read."""
 _TURNS = {
     (-1, 0, 0, 1): Image.Transpose.FLIP_LEFT_RIGHT,
     (-1, 0, 0, -1): Image.Transpose.ROTATE_180,
@@ -77,7 +77,7 @@ class FrameTable:
 
     Attributes:
         stamps: int64 [frames], presentation times in units of `unit` seconds, ascending.
-        keys: int64 [keys], numbers of the frames that decoding can start at, ascending.
+        keys: int64 [keys], numbers of the frames at which decoding can start, ascending.
         unit: unit of `stamps` in seconds.
         exact: whether decoded frames have the times of their packets. If not, frames are counted from the beginning.
         rate: frames per second in the header; 0 if it has none.
@@ -105,8 +105,8 @@ class FrameTable:
 
 
 class Limits(NamedTuple):
-    """`seconds`: time limit for reading a video; 0: no limit. `folder`: folder of stored tables; None: tables are not
-    stored.
+    """Limits of reading videos. `seconds`: time limit per video; 0: no limit. `folder`: folder of stored frame tables;
+    None: tables are not stored.
     """
 
     seconds: float
@@ -114,7 +114,7 @@ class Limits(NamedTuple):
 
 
 def frame_table(item: Item, limits: Limits) -> FrameTable:
-    """The table of an item's file, from `limits.folder` if it is stored there for the unchanged file.
+    """Return the frame table of an item's file, from `limits.folder` if it is stored there for the unchanged file.
 
     Raises:
         UserError: the file is missing, not a video, truncated or too large, or takes too long.
@@ -131,12 +131,12 @@ def frame_table(item: Item, limits: Limits) -> FrameTable:
 def read_frames(
     item: Item, table: FrameTable, wanted: Iterable[int], limits: Limits, convert: Convert[T]
 ) -> dict[int, T]:
-    """Results of `convert` by frame number, for the `wanted` frames, which are upright, in mode RGB and over white. One
-    pass from the last key frame before the first wanted frame; it seeks over frames that need not be decoded, and does
-    not convert other frames to RGB.
+    """Decode the `wanted` frames, upright, in mode RGB and over white, and return the results of `convert` by frame
+    number. Decoding starts at the last key frame before the first wanted frame, and seeks over long gaps between wanted
+    frames.
 
     Raises:
-        UserError: as `frame_table`, and where a wanted frame is damaged.
+        UserError: as in `frame_table`, or a wanted frame is damaged.
     """
     content, numbers = item.content, sorted(set(wanted))
 
@@ -148,7 +148,7 @@ def read_frames(
                 if number or start:
                     container.seek(int(table.stamps[start]), stream=stream)
                 frames |= _pass(content, table, start, run, _decoded(container, stream, late), convert)
-        # Some containers seek to another place than requested.
+        # In some containers, a seek ends at another place than requested.
         if table.exact and (missing := sorted(set(numbers) - frames.keys())):
             with _open(content, table.stream) as (container, stream):
                 frames |= _pass(content, table, 0, missing, _decoded(container, stream, late), convert)
@@ -162,7 +162,7 @@ def read_frames(
 
 @contextlib.contextmanager
 def _named(item: Item) -> Iterator[None]:
-    """Context manager that adds the name of the record to errors."""
+    """Add the name of the record to errors raised in this context."""
     try:
         yield
     except UserError as error:
@@ -174,8 +174,8 @@ def _named(item: Item) -> Iterator[None]:
 
 @lru_cache(maxsize=64)
 def _known(version: Version, limits: Limits) -> list[FrameTable]:  # noqa: ARG001 (the key)
-    """A cached list for the table of a file: empty until the caller puts the table into it. The key is the version,
-    since a content may be in memory, which a cache should not hold.
+    """Return the cached list for a file's frame table, which is empty until the caller adds the table. The key is the
+    version of the content, since a cache should not keep contents in memory.
     """
     return []
 
@@ -197,7 +197,7 @@ def _table(content: Content, version: Version, limits: Limits) -> FrameTable:
 
 
 def _stored(file: Path) -> FrameTable | None:
-    """The table in a file: a line of JSON, then the arrays as compressed differences; None if it is incomplete."""
+    """Read a stored table: a line of JSON, then the arrays as compressed differences. Returns None if incomplete."""
     try:
         head, _, rest = read_bytes(file).partition(b"\n")
         values = json.loads(head)
@@ -210,7 +210,7 @@ def _stored(file: Path) -> FrameTable | None:
 
 
 def _store(file: Path, table: FrameTable) -> None:
-    """Store a table atomically. If the folder cannot be written, the table is computed again next time."""
+    """Store a frame table atomically. If the folder is not writable, the table is recomputed next time."""
     values = {name: value for name, value in vars(table).items() if not isinstance(value, np.ndarray)}
     head = json.dumps({**values, "frames": len(table.stamps), "keys": len(table.keys)})
     with contextlib.suppress(OSError):
@@ -218,7 +218,7 @@ def _store(file: Path, table: FrameTable) -> None:
         with replacing(file) as new:
             steps = np.diff(np.concatenate([table.stamps, table.keys]).astype(np.int64), prepend=0)
             new.write_bytes(head.encode() + b"\n" + zlib.compress(steps.tobytes(), 1))
-        if not secrets.randbelow(1024):  # Listing a folder takes time.
+        if not secrets.randbelow(1024):  # Rarely, since listing a folder takes time.
             remove_unused(file.parent.glob(f"{file.parent.name}*.times"), MAX_STORED)
 
 
@@ -226,16 +226,16 @@ def _store(file: Path, table: FrameTable) -> None:
 
 
 class _TooLate(Exception):
-    """The time limit is exceeded."""
+    """Raised when the time limit is exceeded."""
 
 
 Late = Callable[[], None]
-"""Raises `_TooLate` if the time limit is exceeded."""
+"""Function that raises `_TooLate` if the time limit is exceeded."""
 
 
 class _Helper:
-    """A thread that works for one caller at a time. FFmpeg leaks some memory in each thread that uses it, so threads
-    are reused.
+    """A reusable thread that works for one caller at a time. Threads are reused because FFmpeg leaks some memory in
+    each thread that uses it.
     """
 
     def __init__(self) -> None:
@@ -248,12 +248,12 @@ class _Helper:
             work, answer = self._tasks.get()
             try:
                 answer.put((work(), None))
-            except BaseException as error:  # Raised by the caller.
+            except BaseException as error:  # The caller raises this error.
                 answer.put((None, error))
             del work, answer
 
     def result(self, work: Callable[[], Any], seconds: float) -> Any:
-        """Result and exception of `work`. Raises `Empty` after `seconds`."""
+        """Run `work` in the thread and return its result and exception. Raises `Empty` after `seconds`."""
         answer: SimpleQueue[Any] = SimpleQueue()
         self._tasks.put((work, answer))
         return answer.get(timeout=seconds)
@@ -271,8 +271,8 @@ def _helper() -> _Helper:
 
 
 def within(content: Content, seconds: float, work: Callable[[Late], T]) -> T:
-    """The result of `work`. Raises `UserError` after `seconds` (0: no limit). A decoder that never returns keeps its
-    thread, which ends with the process.
+    """Run `work` and return its result. Raises `UserError` after `seconds` (0: no limit). A decoder that never returns
+    occupies its thread until the process ends.
     """
     if not seconds:
         return work(lambda: None)
@@ -303,7 +303,7 @@ def within(content: Content, seconds: float, work: Callable[[Late], T]) -> T:
 
 @contextlib.contextmanager
 def _problems(content: Content) -> Iterator[None]:
-    """Context manager that raises exceptions as `UserError`s. FFmpeg raises many kinds of built-in exceptions."""
+    """Convert exceptions raised in this context to `UserError`. FFmpeg raises many kinds of built-in exceptions."""
     try:
         yield
     except (UserError, MemoryError, _TooLate):
@@ -315,7 +315,7 @@ def _problems(content: Content) -> Iterator[None]:
             fix="install it with `pip install av`, or this package with its extra `video`",
         ) from error
     except Exception as error:
-        # FFmpeg's errors have numbers below those of the system.
+        # FFmpeg's own error numbers are below all error numbers of the system.
         missing, denied = (errno.ENOENT, errno.ENAMETOOLONG, errno.EISDIR), isinstance(error, PermissionError)
         if isinstance(error, OSError) and (denied or error.errno in missing):
             fix = "check the permissions" if denied else "correct the record's 'video', or `images` in data.registry"
@@ -338,7 +338,7 @@ def _unusable(content: Content, found: str) -> UserError:
 
 @contextlib.contextmanager
 def _open(content: Content, stream: int | None = None, **options: str) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """Open a file and its video stream, with exceptions raised as `UserError`s."""
+    """Open a file and its video stream as a context manager that converts exceptions to `UserError`."""
     with _problems(content):
         import av
         from av.stream import Disposition
@@ -355,13 +355,13 @@ def _open(content: Content, stream: int | None = None, **options: str) -> Iterat
             chosen = [s for s in shown if s.index == stream] if stream is not None else shown
             if not chosen:
                 raise _unusable(content, "a file with a cover picture alone" if streams else "a file without a video")
-            # One thread: several workers read files at once.
+            # Decode in one thread, since several workers read files at once.
             chosen[0].codec_context.thread_count = 1
             yield opened, chosen[0]
 
 
 def _read_table(content: Content, late: Late) -> FrameTable:
-    """Compute the table from all packets of a file and its first decoded frame."""
+    """Compute the frame table from all packets of a file and its first decoded frame."""
     with _open(content) as (container, stream):
         if stream.codec_context.width * stream.codec_context.height > MAX_PIXELS:
             raise _unusable(content, f"frames of {stream.codec_context.width} x {stream.codec_context.height} pixels")
@@ -398,12 +398,12 @@ def _read_table(content: Content, late: Late) -> FrameTable:
 
 
 def _is_hidden(stream: VideoStream, packet: Packet[Any]) -> bool:
-    """Whether a packet is of a VP8 frame that is referenced but not shown (RFC 6386, section 9.1)."""
+    """Return whether a packet is a VP8 frame that is referenced but not shown (RFC 6386, section 9.1)."""
     return stream.codec_context.name == "vp8" and not bytes(packet)[0] & 0x10
 
 
 def _check_whole(content: Content, container: InputContainer, stream: VideoStream, packets: int, end: float) -> None:
-    """Check that number and duration of packets are those in the header. Raises `UserError`."""
+    """Check that a file is not shorter than its header says, in packets or duration. Raises `UserError`."""
     if "mp4" in container.format.name:
         if _is_cut(content):
             raise _unusable(content, "a truncated file: its last part is not complete")
@@ -416,13 +416,13 @@ def _check_whole(content: Content, container: InputContainer, stream: VideoStrea
 
 
 def _all_packets(content: Content, stream: int) -> int:
-    """Number of packets of an MP4 file, including those that its edit list leaves out."""
+    """Return the number of packets of an MP4 file, including packets that its edit list skips."""
     with _open(content, stream, ignore_editlist="1") as (container, chosen):
         return sum(1 for packet in container.demux(chosen) if packet.size)
 
 
 def _is_cut(content: Content) -> bool:
-    """Whether an MP4 file ends within its last box (ISO/IEC 14496-12, section 4.2), by the sizes of all boxes."""
+    """Return whether an MP4 file ends within its last box (ISO/IEC 14496-12, section 4.2), by all box sizes."""
     end = 0
     with content.open() as file:
         while len(head := file.read(16)) >= 8:
@@ -443,7 +443,7 @@ def _decoded(container: InputContainer, stream: VideoStream, late: Late) -> Iter
 
 
 def _runs(keys: np.ndarray, wanted: Sequence[int]) -> list[list[int]]:
-    """Split wanted frames into runs that are decoded without a seek: between them no key frame is worth a seek."""
+    """Split wanted frames into runs, each decoded without a seek because no gap inside it is worth a seek."""
     runs: list[list[int]] = []
     for number in wanted:
         if runs and _key_before(keys, number) <= runs[-1][-1] + WORTH_A_SEEK:
@@ -454,7 +454,7 @@ def _runs(keys: np.ndarray, wanted: Sequence[int]) -> list[list[int]]:
 
 
 def _key_before(keys: np.ndarray, number: int) -> int:
-    """The last frame up to `number` that decoding can start at."""
+    """Return the last frame, at or before `number`, at which decoding can start."""
     place = int(np.searchsorted(keys, number, side="right"))
     return int(keys[place - 1]) if place else 0
 
@@ -467,7 +467,7 @@ def _pass(
     frames: Iterator[VideoFrame],
     convert: Convert[T],
 ) -> dict[int, T]:
-    """Results of `convert` for the frames of a run among `frames`, which begin at number `start` or before it."""
+    """Return results of `convert` by number for a run among `frames`, which begin at or before number `start`."""
     result, chosen, last = dict[int, T](), frozenset(run), run[-1]
     for count, frame in enumerate(frames, start):
         number = int(np.searchsorted(table.stamps, frame.pts or 0)) if table.exact else count
@@ -486,7 +486,7 @@ def _pass(
 
 
 def _turn(frame: VideoFrame) -> int:
-    """The transposition that turns a frame upright, by its display matrix."""
+    """Return the transposition that turns a frame upright, by its display matrix."""
     side_data: Any = frame.side_data
     if (data := side_data.get("DISPLAYMATRIX")) is None:
         return UPRIGHT
@@ -495,7 +495,7 @@ def _turn(frame: VideoFrame) -> int:
 
 
 def _picture(frame: VideoFrame, turn: int) -> Image.Image:
-    """A frame as upright RGB, over white where it is transparent."""
+    """Convert a frame to upright RGB, over white where it is transparent."""
     if any(component.is_alpha for component in frame.format.components):
         picture = over_white(Image.fromarray(frame.to_ndarray(format="rgba")))
     else:

@@ -1,7 +1,7 @@
-"""Sampling of video frames and their sizes, by the rules of two programs, as pure functions.
+"""Sampling and resized sizes of video frames by the rules of two programs, as pure functions.
 
 `transformers`: the video processors of `transformers`. `authors`: the utility published by the authors of Qwen-VL
-(qwen-vl-utils 0.0.14). They agree for an even number of at least 4 frames that are all taken.
+(qwen-vl-utils 0.0.14). The rules agree for an even number of at least 4 frames that are all taken.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Bounded = Literal["frame", "video"]
 
 
 class Numbers(NamedTuple):
-    """Frames per second, and limits of the frames of a video."""
+    """Frames per second, and limits of the number of frames of a video."""
 
     fps: float
     min_frames: int
@@ -33,25 +33,25 @@ ANY_NUMBER = 1 << 31
 _PICTURE_TOKENS = 4, 16384
 """Minimum and maximum tokens of a picture or frame whose size is given in the record."""
 _FRAME_TOKENS, _VIDEO_TOKENS = (128, 768), 0.9 * 128_000
-"""By the rules of `authors`: minimum and maximum tokens of a frame, and maximum tokens of a video."""
+"""Limits by the rules of `authors`: minimum and maximum tokens of a frame, and maximum tokens of a video."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Rules with their parameters.
+    """The rules for sampling a video, with their parameters.
 
     Attributes:
         rules: `transformers` or `authors`.
         bounded: whether `low` and `high` apply to a frame or to a video.
-        fps: frames per second; None: those of the video.
-        min_frames, max_frames: limits of the frames of a video.
+        fps: frames per second; None: the rate of the video.
+        min_frames, max_frames: limits of the number of frames of a video.
         low, high: minimum and maximum area in pixels.
-        cap: maximum tokens that `cap_pixels_per_frame` of `transformers` adds; None without it.
+        cap: maximum tokens by `cap_pixels_per_frame` of `transformers`; None without this limit.
         frame_pixels: further limit of the area of a frame; None: no limit.
         total_pixels: further limit of the area of all frames together; None: no limit.
         unit: side of a unit in pixels.
         frame_low: minimum area of a frame in a record with settings of sizes, to which the rules of `authors` apply;
-            None: the record has none.
+            None without such settings.
     """
 
     rules: Rules
@@ -68,7 +68,7 @@ class Sampling:
     frame_low: float | None = None
 
     def given(self, given: Mapping[str, Any]) -> Sampling:
-        """The rules with the settings of a record, which have the names of qwen-vl-utils."""
+        """Return the rules with the settings of a record, which have the names of qwen-vl-utils."""
         low = given.get("min_frames", min(self.min_frames, given.get("max_frames", self.min_frames)))
         high = given.get("max_frames", max(self.max_frames, low))
         sampling = replace(self, fps=given.get("fps") or self.fps, min_frames=low, max_frames=high)
@@ -82,8 +82,8 @@ class Sampling:
         return replace(sampling, frame_low=minimum, frame_pixels=frame, total_pixels=total)
 
     def frames(self, total: int, rate: float) -> np.ndarray:
-        """Numbers of the frames to take of `total` (at least 1) at `rate` per second: int64 [k], ascending, k at least
-        1.
+        """Return the numbers of the frames to take of `total` (at least 1) frames at `rate` per second: int64 [k],
+        ascending, k at least 1.
         """
         if total < 2 or (self.fps is None and self.min_frames <= total <= self.max_frames):
             return np.arange(total)
@@ -91,7 +91,7 @@ class Sampling:
         if self.rules == "transformers" and self.bounded == "video":
             count = min(max(int(wanted), self.min_frames), self.max_frames, total)
             return np.linspace(0, total - 1, count).round().astype(np.int64)
-        import torch  # Rounds like the original code of these rules.
+        import torch  # torch rounds like the original code of these rules.
 
         maximum = max(2, min(self.max_frames, total) // 2 * 2)
         if self.rules == "transformers":
@@ -101,8 +101,8 @@ class Sampling:
         return torch.linspace(0, total - 1, count).round().long().numpy()
 
     def size(self, frames: int, height: int, width: int) -> tuple[int, int]:
-        """Resized height and width of the frames of a video with `frames` (at least 2) frames. Raises `ValueError` for
-        sides that differ by a factor above 200.
+        """Return the resized height and width of the frames of a video with `frames` (at least 2) frames. Raises
+        `ValueError` for sides that differ by a factor above 200.
         """
         low, high = self.low, self.high
         if self.rules == "authors" or self.frame_low is not None:
@@ -125,8 +125,8 @@ class Sampling:
 
 
 def given_size(given: Mapping[str, Any], unit: int) -> tuple[int, int] | None:
-    """Height and width given in a record, rounded to whole units like qwen-vl-utils; None without them. Raises
-    `ValueError`.
+    """Return the height and width in a record's settings, rounded to whole units like qwen-vl-utils; None without these
+    settings. Raises `ValueError`.
     """
     if "resized_height" not in given:
         return None
@@ -135,15 +135,15 @@ def given_size(given: Mapping[str, Any], unit: int) -> tuple[int, int] | None:
 
 
 def resized_frame(height: int, width: int, unit: int, low: float, high: float) -> tuple[int, int]:
-    """`smart_resize` of Qwen2-VL: height and width in whole units, with an area from `low` to `high`. Raises
+    """Return height and width in whole units with an area from `low` to `high`: `smart_resize` of Qwen2-VL. Raises
     `ValueError`.
     """
     return _within((height, width), unit, low, high)
 
 
 def resized_video(frames: int, height: int, width: int, unit: int, low: float, high: float) -> tuple[int, int]:
-    """`smart_resize` of Qwen3-VL for videos: the area of all frames together is from `low` to `high`. Raises
-    `ValueError`.
+    """Return height and width in whole units, with the area of all frames together from `low` to `high`: `smart_resize`
+    of Qwen3-VL for videos. Raises `ValueError`.
     """
     if height < unit or width < unit:
         scale = max(unit / height, unit / width)
@@ -154,8 +154,8 @@ def resized_video(frames: int, height: int, width: int, unit: int, low: float, h
 def _within(
     given: tuple[int, int], unit: int, low: float, high: float, frames: int = 1, even: int = 1
 ) -> tuple[int, int]:
-    """The `given` height and width in whole units: rounded, or scaled if the area of all frames is outside the limits,
-    for which `even` frames count. Raises `ValueError`.
+    """Return the `given` height and width in whole units: rounded, or scaled if the area of `even` frames is outside
+    the limits. Raises `ValueError`.
     """
     height, width = given
     if max(given) / min(given) > 200:
@@ -175,8 +175,8 @@ def _within(
 
 
 def nearest_frames(times: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Numbers of the frames nearest to the times that frames `wanted` had if all were evenly spaced: int64 [k],
-    ascending; all frames if all are wanted. `times`: float64 [frames], seconds, ascending.
+    """Return the frames nearest to the times that frames `wanted` would have with even spacing: int64 [k], ascending;
+    all frames if all are wanted. `times`: float64 [frames], seconds, ascending.
     """
     if len(wanted) == len(times):
         return wanted
@@ -185,10 +185,10 @@ def nearest_frames(times: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def is_constant(times: np.ndarray, rate: float) -> bool:
-    """Whether the time of each frame differs from its number over `rate` by at most a tenth of a frame."""
+    """Return whether each frame's time differs from its number over `rate` by at most a tenth of a frame."""
     return rate > 0 and bool(np.abs(times - times[0] - np.arange(len(times)) / rate).max() <= 0.1 / rate)
 
 
 def mean_rate(times: np.ndarray) -> float:
-    """Mean frames per second; 1 for a single frame."""
+    """Return the mean number of frames per second; 1 for a single frame."""
     return (len(times) - 1) / float(times[-1] - times[0]) if len(times) > 1 else 1.0

@@ -1,5 +1,5 @@
-"""Videos as an item type. To an encoder a video is a list of pictures: each *frame pair* is a piece, which is decoded,
-assigned to a replica and encoded separately. It has two frames where a picture has one frame twice.
+"""The item type of videos. To an encoder, a video is a list of pictures: each *frame pair* is a piece, which is
+decoded, assigned to a replica and encoded separately. A pair has two frames where a picture has one frame twice.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ ASSUMED_RATE = 24.0
 
 
 class VideoSize(NamedTuple):
-    """Number of frame pairs of a video; rows and columns of patches of each; times of its frames in seconds; and
-    seconds from one pair to the next, None without a constant rate.
+    """Size of a video: number of frame pairs, rows and columns of patches of each pair, times of the frames in seconds,
+    and seconds from one pair to the next (None without a constant rate).
     """
 
     pairs: int
@@ -52,8 +52,8 @@ class VideoSize(NamedTuple):
 
 
 class Shot(NamedTuple):
-    """The sampled frames of an item: their numbers in the file or the list, with the last one repeated to complete a
-    pair, and the size in which the encoder takes them. `file_size`: width and height of the frames in the file.
+    """The sampled frames of an item: their numbers in the file or the list, with the last number repeated to complete a
+    pair, and the size of the resized video. `file_size`: width and height of the frames in the file.
     """
 
     numbers: np.ndarray
@@ -63,18 +63,18 @@ class Shot(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class VideoReader:
-    """Reads videos: files, or lists of pictures. See `megatron_hetero.models.items.types.ItemReader`.
+    """`ItemReader` of videos, which are files or lists of pictures.
 
     Attributes:
-        token_id: the token that stands for one merged patch.
-        sampling: which frames are taken, and in which size.
+        token_id: id of the token that stands for one row.
+        sampling: rules for the choice and the size of frames.
         limits: limits of reading files.
-        mean, std: mean and standard deviation of each channel, for levels from 0 to 255.
+        mean, std: mean and standard deviation of each channel, for pixel values from 0 to 255.
         patch, merge, temporal: side of a patch in pixels, side of a unit in patches, frames of a patch.
         timestamps: whether pairs are shown one by one after a text with their time (Qwen3-VL), or all together
             with times as positions (Qwen2.5-VL).
-        rate: positions per second.
-        text_after: see `data.video.text_after`.
+        rate: temporal positions per second of video.
+        text_after: value of the setting `data.video.text_after`.
     """
 
     token_id: int
@@ -90,22 +90,22 @@ class VideoReader:
     text_after: str
 
     def header(self, item: Item) -> Header:
-        """Width and height of an upright frame. Reads all packets of a file once, and decodes its first frame."""
+        """Return width and height of an upright frame, after reading all packets of the file and decoding one frame."""
         if item.frames:
             return within(item.content, self.limits.seconds, lambda _: picture_size(item.content, item.where))
         table = frame_table(item, self.limits)
         return table.width, table.height
 
     def size(self, item: Item) -> VideoSize:
-        """The size of a video as the encoder takes it."""
+        """Return the size of a video after sampling and resizing its frames."""
         return self._shot(item).size
 
     def pieces(self, size: VideoSize) -> tuple[ImageSize, ...]:
-        """The sizes of the frame pairs."""
+        """Return the sizes of the frame pairs."""
         return (ImageSize(1, size.rows, size.columns),) * size.pairs
 
     def blocks(self, size: VideoSize) -> Sequence[RowBlock]:
-        """The blocks of a video in the text: one for each pair with timestamps, else one for all."""
+        """Return the blocks of a video in the text: one for each pair with timestamps, else one for all pairs."""
         rows, columns = size.rows // self.merge, size.columns // self.merge
         if not self.timestamps:
             return (self._block(size, rows, columns),)
@@ -115,7 +115,7 @@ class VideoReader:
         return [RowBlock(pair, before=f"{text}<|vision_start|>", after="<|vision_end|>") for text in texts]
 
     def _block(self, size: VideoSize, rows: int, columns: int) -> RowBlock:
-        """All pairs in one block. Times are multiplied in fp32 and then truncated to whole positions, as in
+        """Return one block with all pairs. Times are multiplied in fp32 and then truncated to whole positions, as in
         `transformers`.
         """
         if size.step is None:
@@ -129,7 +129,7 @@ class VideoReader:
         return RowBlock(places, length=max(rows, columns) if self.text_after == "transformers" else None)
 
     def describe(self, item: Item, size: VideoSize) -> str:
-        """The video's size, length and pixel format, the frames taken, their size, and the grid of patches."""
+        """Return a description of a video: its file, the sampled frames and their size, and the grid of patches."""
         shot = self._shot(item)
         (width, height), taken = shot.file_size, len(np.unique(shot.numbers))
         grid, span = (size.pairs, size.rows, size.columns), f"{size.times[0]:.1f} to {size.times[-1]:.1f} s"
@@ -142,7 +142,7 @@ class VideoReader:
         return f"{width}×{height} px, {source} → {taken} frames at {span}, {resized}, grid {grid} (t, h, w)"
 
     def patches(self, item: Item, pieces: Sequence[Piece]) -> np.ndarray:
-        """Decode the frames of some pairs.
+        """Decode the patches of some frame pairs.
 
         Returns:
             float32 [patches, channels · temporal · patch²], normalised; merged groups are adjacent.
@@ -165,14 +165,14 @@ class VideoReader:
         return np.concatenate([self._patches(np.stack([frames[n] for n in pair])) for pair in pairs])
 
     def frames(self, item: Item) -> list[tuple[float, Image.Image]]:
-        """The sampled frames with their times in seconds, as the encoder takes them."""
+        """Return the sampled and resized frames, each with its time in seconds."""
         shot = self._shot(item)
         side = self._side(shot)
         frames = self._read(item, shot, set(shot.numbers.tolist()), lambda picture: fitted(picture, side))
         return [(time, frames[n]) for time, n in zip(shot.size.times, shot.numbers.tolist(), strict=True)]
 
     def _side(self, shot: Shot) -> tuple[int, int]:
-        """Width and height of a frame as the encoder takes it."""
+        """Return the width and height of a resized frame in pixels."""
         return shot.size.columns * self.patch, shot.size.rows * self.patch
 
     def _shot(self, item: Item) -> Shot:
@@ -187,7 +187,7 @@ class VideoReader:
         first, stop = _segment(item, times, given)
         if not (constant := is_constant(times, rate)):
             rate = mean_rate(times[first:stop])
-        # The rate of a list of frames is given with the list.
+        # In a list of frames, `fps` is the rate of the list, not the sampling rate.
         sampling = self.sampling.given({**given, "fps": None} if item.frames else given)
         numbers = sampling.frames(stop - first, rate)
         count = len(numbers)
@@ -213,7 +213,7 @@ class VideoReader:
         return Shot(numbers, size, file_size)
 
     def _listed(self, item: Item, given: Mapping[str, Any]) -> tuple[np.ndarray, float, tuple[int, int]]:
-        """Times, rate and size of a list of pictures."""
+        """Return the times, the rate, and the width and height of a list of pictures. Raises `UserError`."""
         count, file_size = len(item.frames), item.header or self.header(item)
         if "times" in given:
             times = np.array(given["times"], np.float64)
@@ -251,7 +251,7 @@ class VideoReader:
 
     @cached_property
     def _values(self) -> np.ndarray:
-        """Normalised value of each level from 0 to 255, by channel, float32 [channels, 256]."""
+        """Normalised pixel value for each level from 0 to 255, by channel: float32 [channels, 256]."""
         levels = np.arange(256, dtype=np.float32)
         mean, std = (np.array(each, np.float32)[:, None] for each in (self.mean, self.std))
         return (levels - mean) / std
@@ -263,14 +263,14 @@ class VideoReader:
         frames, height, width, channels = pair.shape
         rows, columns = height // self.patch // self.merge, width // self.patch // self.merge
         cut = pair.reshape(frames, rows, self.merge, self.patch, columns, self.merge, self.patch, channels)
-        # Rows and columns of units, then of patches in units; then channels, frames, rows and columns of pixels.
+        # New axes: rows and columns of units, then of patches in units; then channels, frames, pixel rows and columns.
         patches = cut.transpose(1, 4, 2, 5, 7, 0, 3, 6)
         values = self._values[np.arange(channels)[:, None, None, None], patches]
         return values.reshape(rows * columns * self.merge**2, -1)
 
 
 def _segment(item: Item, times: np.ndarray, given: Mapping[str, Any]) -> tuple[int, int]:
-    """The range of frames from `video_start` to `video_end`: first, and one after the last. Raises `UserError`."""
+    """Return the frames (first, stop) from `video_start` to `video_end`. Raises `UserError` if there are none."""
     start, end = given.get("video_start", 0.0), given.get("video_end", times[-1])
     first, stop = np.searchsorted(times, [start, end + 1e-9], side="left")
     if first >= stop:
@@ -284,8 +284,9 @@ def _segment(item: Item, times: np.ndarray, given: Mapping[str, Any]) -> tuple[i
 
 
 class ProcessorDefaults(NamedTuple):
-    """Default settings of a video processor of `transformers`. `fps`: None for all frames. `low`, `high`: minimum and
-    maximum area. `cap`: maximum tokens with `cap_pixels_per_frame`. `mean`, `std`: by channel.
+    """Default settings of a video processor of `transformers`. `fps`: frames per second; None for all frames. `low`,
+    `high`: minimum and maximum area. `cap`: maximum tokens with `cap_pixels_per_frame`. `mean`, `std`: mean and
+    standard deviation by channel.
     """
 
     fps: float | None
@@ -300,7 +301,7 @@ class ProcessorDefaults(NamedTuple):
 
 @dataclass(frozen=True)
 class Videos(ItemType):
-    """See `megatron_hetero.models.items.types.ItemType`. `bounded`: see `Sampling`. `timestamps`: see `VideoReader`."""
+    """`ItemType` of videos, with frame pairs as pieces. `bounded`: see `Sampling`; `timestamps`: see `VideoReader`."""
 
     defaults: ProcessorDefaults
     bounded: Bounded
@@ -311,7 +312,7 @@ class Videos(ItemType):
     settings: tuple[str, ...] = ("video_processor", "video_preprocessor_config.json", "preprocessor_config.json")
 
     def open(self, folder: Path, config: Any, section: Any, setting: str, token_id: int) -> VideoReader:
-        """A reader with the settings of the folder's video processor, or of its image processor."""
+        """Return a reader with the settings of the folder's video processor, or else of its image processor."""
         wanted, vision = getattr(section, "video", None) or VideoConfig(), config.vision_config
         if wanted.marks != "video" and not self.timestamps:
             raise unused("data.video.marks", wanted.marks, "only Qwen3-VL marks pairs of frames", "remove it")
@@ -332,12 +333,12 @@ class Videos(ItemType):
         )
 
     def chat_entry(self, section: Any, token: str) -> dict[str, str]:
-        """See the base class. As an entry of text, a video gets no marks from the chat template."""
+        """Return the chat entry of a video: text if pairs are marked, to which the chat template adds no marks."""
         is_text = (getattr(section, "video", None) or VideoConfig()).marks == "pairs"
         return {"type": "text", "text": token} if is_text else super().chat_entry(section, token)
 
     def _sampling(self, settings: Mapping[str, Any], wanted: VideoConfig, unit: int) -> Sampling:
-        """The rules with the user's settings, else the folder's, else the defaults of the processor."""
+        """Return the sampling rules with the user's settings, else the folder's, else the processor's defaults."""
         default, (low, high) = self.defaults, self._areas(settings)
         samples = settings.get("do_sample_frames", default.fps is not None)
         fps = wanted.fps or (settings.get("fps") or default.fps if samples else None)
@@ -359,20 +360,20 @@ class Videos(ItemType):
         )
 
     def _areas(self, settings: Mapping[str, Any]) -> tuple[int, int]:
-        """Minimum and maximum area."""
+        """Return the minimum and maximum area in pixels."""
         size = settings.get("size") or {}
         low = settings.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or self.defaults.low
         high = settings.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or self.defaults.high
         return low, high
 
     def _colours(self, settings: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and standard deviation of each channel, for levels from 0 to 255."""
+        """Return mean and standard deviation of each channel, for pixel values from 0 to 255."""
         mean, std = settings.get("image_mean") or self.defaults.mean, settings.get("image_std") or self.defaults.std
         scale = settings.get("rescale_factor") or 1 / 255
         return tuple(float(x) / scale for x in mean), tuple(float(x) / scale for x in std)
 
     def exported(self, folder: Path, section: Mapping[str, Any]) -> dict[str, Any]:
-        """The video processor's settings with those of the run that `transformers` knows."""
+        """Return the video processor's settings, with the run's settings that `transformers` supports."""
         wanted = section.get("video") or {}
         chosen = {name: wanted[name] for name in AUTHORS._fields if wanted.get(name) is not None}
         if wanted.get("rules") == "authors":
@@ -391,18 +392,18 @@ class Videos(ItemType):
         return settings
 
     def assumed(self, shape: Any, plan: EstimateConfig) -> ImageSize:
-        """The size of a square pair in whole units."""
+        """Return the size of a square frame pair as section `plan` describes, in whole units."""
         return square(plan.frame_side, shape)
 
     def assumed_pieces(self, plan: EstimateConfig) -> int:
-        """Number of frame pairs of all videos in a sample."""
+        """Return the number of frame pairs of all videos in a sample."""
         return plan.videos * -(-plan.frames // 2)
 
     def assumed_items(self, plan: EstimateConfig) -> tuple[str, str]:
-        """The videos of a sample in words, and the names of the settings."""
+        """Return a description of the videos in a sample of section `plan`, and the names of their settings."""
         what = f"{plan.videos} video{'s' * (plan.videos != 1)}, {self.assumed_pieces(plan):,} frame pairs"
         return what, "plan.videos, plan.frames, plan.frame_side"
 
     def measures(self, shape: Any, size: ImageSize) -> str:
-        """Width and height in pixels, as text."""
+        """Return width and height in pixels as text."""
         return pixels_of(shape, size)

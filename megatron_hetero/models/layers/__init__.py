@@ -1,1 +1,1 @@
-"""Layers as values made of parts, and the torch modules that they build."""
+"""Layers, described as values that consist of parts, and the torch modules that these values build."""

@@ -1,4 +1,4 @@
-"""Self-attention over packed sequences under every axis, as a value and as its torch module.
+"""Self-attention over packed sequences for every parallel axis: its description as a value, and its torch module.
 
 Shape suffixes:
     n  tokens of this rank without padding
@@ -9,7 +9,7 @@ Shape suffixes:
     K  keys that this rank's queries see
 
 Queries and keys are rotated by a table with one entry per token, which covers 2-D and multimodal positions of packed
-samples. Padding never enters attention. `megatron_hetero.models.layers.segments` has the exchanges under `sp` and `cp`.
+samples. Padding never enters attention. `megatron_hetero.models.layers.segments` exchanges tokens over `sp` and `cp`.
 A sequence is divided over the members of `cp` first, then the tokens of each member over `sp`:
 
     local tokens, local heads  -- sp: heads for tokens -->   the cp member's tokens, 1 / sp of the heads
@@ -18,7 +18,7 @@ A sequence is divided over the members of `cp` first, then the tokens of each me
                                -- sp: tokens for heads -->   local tokens, local heads
 
 The forward pass has two all-to-alls if sp > 1 and one all-gather if cp > 1, the backward pass two all-to-alls and one
-reduce-scatter. Layers with window attention exchange nothing.
+reduce-scatter. Window attention needs no exchange.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ from megatron_hetero.models.layers.sequences import Sequences
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """Segments of attention, and lengths of the exchanges.
+    """Segments in which attention is computed, and the token counts that the exchanges over `sp` and `cp` need.
 
     Attributes:
-        full: segments of this rank's `cp` member.
-        sp_lengths: tokens without padding of each `sp` member of this `cp` member.
-        cp_lengths: tokens of each `cp` member.
+        full: segments for full attention of this rank's `cp` member.
+        sp_lengths: number of tokens without padding of each `sp` member of this `cp` member.
+        cp_lengths: number of tokens of each `cp` member.
         windows: windows of this rank's shard, for layers with window attention.
-        lengths: tokens of each whole sequence. Without cp, the default is the lengths of `full`.
+        lengths: number of tokens of each whole sequence; without cp, by default the lengths of `full`.
         ids: token ids of this rank's shard, for dropout; None without dropout.
     """
 
@@ -95,12 +95,12 @@ class SelfAttention(AttentionPart):
 
     Attributes:
         hidden: width of a token.
-        heads: query heads.
-        kv_heads: key/value heads.
-        head_dim: elements of a head.
+        heads: number of query heads.
+        kv_heads: number of key/value heads.
+        head_dim: number of elements of a head.
         stored: names of the stored projections: queries, keys and values (or one tensor of all three), then the output.
-        causal: whether tokens see only earlier tokens of their sequence, else the whole sequence.
-        windowed: whether tokens see only their window.
+        causal: whether each token sees only itself and earlier tokens of its sequence, else the whole sequence.
+        windowed: whether each token sees only the tokens of its window.
         qkv_bias: whether queries, keys and values have a bias.
         out_bias: whether the output has a bias.
         head_norm: norm of each head of queries and keys, if any.
@@ -123,11 +123,11 @@ class SelfAttention(AttentionPart):
     gated: bool = False
 
     def kv_copies(self, tp: int) -> int:
-        """Return the copies of each key/value head under `tp`: the fewest such that tp divides the number of heads."""
+        """Return the copies per key/value head: the smallest number that makes their total divisible by `tp`."""
         return math.lcm(self.kv_heads, tp) // self.kv_heads
 
     def tensors(self) -> TensorShapes:
-        """Return the projections, each followed by its bias, with the norms of heads before the output projection."""
+        """Return the shapes of stored tensors: input projections with biases, norms of heads, output projection."""
         keys = self.kv_heads * self.head_dim
         *first, out = self.stored
         sizes = (self._query_rows, keys, keys) if len(first) == 3 else (self._query_rows + 2 * keys,)
@@ -142,7 +142,7 @@ class SelfAttention(AttentionPart):
         return result | ({f"{out}.bias": (self.hidden,)} if self.out_bias else {})
 
     def slices(self, stored: str, share: Share) -> WeightMap:
-        """Split query heads over the ranks, with the (copied) key/value heads that they use."""
+        """Return the weight map of a rank: its query heads, and the (copied) key/value heads that they use."""
         out, width = stored + self.stored[-1], self.heads // share.ranks * self.head_dim
         local = share.rank * width, (share.rank + 1) * width
         result: dict[str, Any] = {"linear_proj.weight": columns(f"{out}.weight", self.hidden, local)}
@@ -156,14 +156,14 @@ class SelfAttention(AttentionPart):
 
     @property
     def _query_rows(self) -> int:
-        """Rows of the projection to queries, including gates."""
+        """Number of rows of the query projection, including gates."""
         return self.heads * self.head_dim * (1 + self.gated)
 
     def _head_norms(self) -> Sequence[tuple[str, Norm]]:
         return [] if self.head_norm is None else [(name, self.head_norm) for name in self.norm_names]
 
     def _groups(self, stored: str, kind: str, share: Share) -> list[tuple[str, tuple[int, int]]]:
-        """Return a rank's rows of the projections, group by group: query heads, key, value, then gates.
+        """Return a rank's rows of the stored projections, group by group: query heads, key, value, then gates.
 
         Each key/value head of the rank, or copy of one, forms a group with its query heads.
         """
@@ -191,7 +191,7 @@ class SelfAttention(AttentionPart):
         return result
 
     def operations(self, tokens: Tokens) -> Operations:
-        """Count the projections, and for each pair of tokens that see each other the score and the weighted value."""
+        """Return the FLOPs of the projections, and of the scores and weighted values of all visible query-key pairs."""
         if self.windowed:
             within = sum(tokens.windows)
             assert within == tokens.total, f"sequences hold {tokens.total} tokens, windows {within}"
@@ -203,13 +203,13 @@ class SelfAttention(AttentionPart):
         return Operations(2 * tokens.total * self.hidden * projected, 4 * queries * pairs)
 
     def build(self, site: Site, number: int) -> PackedSelfAttention:
-        """Build the torch module."""
+        """Build the torch module of this attention."""
         return PackedSelfAttention(self, site, number)
 
 
 class TorchAttention(torch.nn.Module):
-    """A Megatron `core_attention` that calls `kernel`, or the kernel of `megatron_hetero.models.layers.kernels` for the
-    device and dtype of the queries. It accepts any number of heads, as after an exchange of heads.
+    """Core attention with Megatron's interface. It calls `kernel`, by default the kernel of
+    `megatron_hetero.models.layers.kernels` for the device and dtype of the queries, and accepts any number of heads.
     """
 
     def __init__(
@@ -235,20 +235,20 @@ class TorchAttention(torch.nn.Module):
         packed_seq_params: PackedSegments,
         **_: Any,
     ) -> Tensor:
-        """Compute attention inside each segment of `packed_seq_params`; returns [n, H * D]."""
+        """Compute attention inside each segment of `packed_seq_params` and return [n, H * D]."""
         kernel = self.kernel or kernel_for(q_nHD.device, q_nHD.dtype, q_nHD.shape[2])
         return kernel(q_nHD, k_KHD, v_KHD, packed_seq_params, causal=self.causal).flatten(1)
 
 
 class TokenMixer(Overlapping):
-    """Base of the torch modules of attention parts: a projection, an exchange of information between tokens, and a
-    projection back, whose exchanges over tp can overlap with the products.
+    """Base class of attention modules: an input projection, mixing of tokens, and an output projection. The tp
+    communication of the projections can overlap with their matrix products.
     """
 
     tp_group: dist.ProcessGroup
 
     def forward(self, hidden: Tensor, table_2nD: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor | None]:
-        """Compute `hidden` [S, 1, hidden] to the output in the same shape, and a bias that the caller adds.
+        """Map `hidden` [S, 1, hidden] to an output of the same shape, and a bias that the caller adds.
 
         `table_2nD`: cosines and sines of the rotary embedding.
         """
@@ -272,13 +272,13 @@ class TokenMixer(Overlapping):
     def _mixed(
         self, projected: Tensor, table_2nD: Tensor, params: AttentionParams, order: Order | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the result [n, H * D] for a projection [S, 1, ...], whose tokens are in `order`, and its gate if there
-        is one.
+        """Mix the tokens of the input projection `projected` [S, 1, ...], whose rows are in `order`. Return the result
+        [n, H * D] and its gate, if any.
         """
         raise NotImplementedError
 
     def _padded(self, out: Tensor, gate: Tensor | None, padding: int, order: Order | None) -> Tensor:
-        """Return the input of the output projection, [S, 1, H * D], from the results of `_mixed`."""
+        """Return the input of the output projection, [S, 1, H * D], from the result and gate that `_mixed` returns."""
         raise NotImplementedError
 
 
@@ -301,9 +301,9 @@ class PackedSelfAttention(TokenMixer):
             num_query_groups=kv_heads,
             kv_channels=part.head_dim,
         )
-        # Transformer Engine requires the number of heads that its module was built with (`DotProductAttention.forward`
-        # asserts it), aligns causal masks at the first query and key when Megatron calls it on packed sequences, and
-        # has no fused kernel for packed sequences in fp32.
+        # Transformer Engine accepts only the number of heads that its module was built with (asserted in
+        # `DotProductAttention.forward`), aligns causal masks at the first query and key when Megatron calls it on
+        # packed sequences, and has no fused kernel for packed sequences in fp32.
         kind = site.backend.attention if site.dtype in HALF and not self.exchanges else TorchAttention
         self.core_attention: Any = kind(
             config=config,
@@ -312,39 +312,39 @@ class PackedSelfAttention(TokenMixer):
             attention_type="self",
             cp_comm_type=None,
             softmax_scale=None,
-            # Core attention receives queries with all their keys, and exchanges nothing.
+            # Core attention receives all keys that its queries see, so it needs no context parallelism.
             pg_collection=_without_context(groups),
         )
         queries, keys = part.heads * part.head_dim, kv_heads * part.head_dim
-        # Elements of the gates of a group, which come last in its projection.
+        # Number of gate elements per group; they come last in the projection of the group.
         self.gates = queries // kv_heads if part.gated else 0
         rows = queries + 2 * keys + kv_heads * self.gates
         self.linear_proj: Any = site.row_linear(queries, part.hidden, bias=part.out_bias, leaves_bias=True, name="proj")
         self.linear_qkv: Any = site.column_linear(part.hidden, rows, bias=part.qkv_bias, name="qkv")
-        # Each tp rank normalises its own heads, so gradients are summed over tp even if activations are not split.
+        # Each tp rank normalises only local heads, so gradients are summed over tp even if activations are not split.
         self.q_layernorm, self.k_layernorm = (
             None if part.head_norm is None else site.mark(part.head_norm.build(site, number), split=site.tp > 1)
             for _ in "qk"
         )
 
     def linears(self) -> tuple[Any, Any]:
-        """Return the projections before and after attention."""
+        """Return the input projection and the output projection."""
         return self.linear_qkv, self.linear_proj
 
     def _mixed(
         self, projected: Tensor, table_2nD: Tensor, params: AttentionParams, order: Order | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend; see `TokenMixer`."""
+        """Compute attention from the input projection; see `TokenMixer._mixed`."""
         heads, gate = projected.view(*projected.shape[:-1], self.groups_on_rank, -1), None
         if self.gates:
             heads, gate = heads.split((heads.shape[-1] - self.gates, self.gates), dim=-1)
-            gate = gate.flatten(-2).contiguous()  # A view would save all of the projection.
+            gate = gate.flatten(-2).contiguous()  # A view would keep the whole projection alive.
         return self._attention(heads, table_2nD, params, order), gate
 
     def _padded(self, out: Tensor, gate: Tensor | None, padding: int, order: Order | None) -> Tensor:
-        """Gate, order and pad the result; see `TokenMixer`."""
-        # With padding, a gate or another order, the input of the output projection is a copy of what attention saves.
-        # With another order alone, recomputing the copy is cheap.
+        """Gate, reorder and pad the result of attention; see `TokenMixer._padded`."""
+        # With padding, a gate or reordering, the input of the output projection is a copy of what attention saves.
+        # Selective recomputation recomputes this copy; a reordered copy without padding is always recomputed.
         if order is None:
             again = self.selective and (padding > 0 or gate is not None)
         else:
@@ -365,8 +365,8 @@ class PackedSelfAttention(TokenMixer):
     def _attention(
         self, mixed: Tensor, table_2nD: Tensor, params: AttentionParams, order: Order | None = None
     ) -> Tensor:
-        """Return [n, H * D] from the projection [S, 1, G, heads of a group * D], whose tokens are in `order`."""
-        # Without norms of heads only the inputs of attention are saved, which are as large as the projection.
+        """Compute attention [n, H * D] from a projection [S, 1, G, heads of a group * D] with rows in `order`."""
+        # Without norms of heads, recomputation saves nothing: q, k and v together are as large as the projection.
         again = self.selective and self.q_layernorm is not None
         q, k, v = _computed(partial(self._heads, table_2nD, order), mixed, again=again)
         with not_saving(q, k, v):
@@ -375,7 +375,7 @@ class PackedSelfAttention(TokenMixer):
             return attend_across(self._attend, q, k, v, params, self.sp_group, self.context_group)
 
     def _heads(self, table_2nD: Tensor, order: Order | None, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the normed and rotated queries, keys and values of a projection (see `_attention`) without padding:
+        """Return normed and rotated queries and keys, and values, from the projection `mixed`, without padding: each
         [n, H, D], or [n, members, heads of a member, D] for an exchange of heads.
         """
         dim, q_norm, k_norm = self.head_dim, self.q_layernorm, self.k_layernorm
@@ -388,11 +388,11 @@ class PackedSelfAttention(TokenMixer):
         assert q_norm is not None and k_norm is not None, "families norm both or neither"
         q, k, v = (x.flatten(1, 2) for x in split_heads(mixed, table_2nD.shape[1], dim))
         q, k = (rotate(norm(x.contiguous()), table_2nD) for norm, x in ((q_norm, q), (k_norm, k)))
-        # A view would save all of the projection for the backward pass.
+        # A view of the values would keep the whole projection alive until the backward pass.
         return q, k, v if self.exchanges else v.contiguous()
 
     def _members(self, groups: int) -> int:
-        """Return the number of ranks over which heads are scattered; 1 if heads have to be repeated first."""
+        """Return the number of ranks over which heads are scattered; 1 for windows or if heads must be repeated."""
         members = self.sp_group.size()
         return members if not self.windowed and groups % members == 0 else 1
 
@@ -418,7 +418,7 @@ def attend_across(
     sp: dist.ProcessGroup,
     context: dist.ProcessGroup,
 ) -> Tensor:
-    """Call `attend` on `params.full` between the exchanges described at the top of this file; returns [n, H * D].
+    """Compute attention with `attend` on `params.full`, between exchanges over `sp` and `context`: [n, H * D].
 
     `sp`, `context`: this rank's groups along the axes `sp` and `cp`.
     """
@@ -433,7 +433,7 @@ def attend_across(
 
 
 def _without_context(groups: Any) -> Any:
-    """Return the groups with `cp` and `sp` of one rank each."""
+    """Return a copy of `groups` whose `cp` and `sp` groups have a single rank."""
     alone = copy.copy(groups)
     alone.cp = alone.sp = alone.context = groups.ep
     return alone

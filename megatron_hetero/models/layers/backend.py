@@ -1,4 +1,4 @@
-"""Choice between Transformer Engine's layers and our own in plain PyTorch."""
+"""Choice between the layers of Transformer Engine and the layers of this package in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron_hetero.models.layers.packages import PACKAGES, TRANSFORMER_ENGINE,
 from megatron_hetero.models.layers.parts import Backend
 
 TORCH = Backend(ColumnLinear, RowLinear, RMSNorm, LayerNorm, TorchAttention)
-"""Our own layers, which run on any device."""
+"""Layers of this package, which run on any device."""
 
 
 def choose_backend(choice: str, platform: Platform, found: Status | None = None) -> Backend:
     """Return the backend for `model.backend`: `torch`, `te` (Transformer Engine), or `auto`, which is `te` on CUDA if a
-    version that is known to work is installed. `found`: status of Transformer Engine; default: `find` it.
+    version that is known to work is installed. `found`: status of Transformer Engine; default: the result of `find`.
 
     Raises:
         UserError: `te` is requested but not usable.
@@ -45,8 +45,8 @@ def te_backend(capability: tuple[int, int]) -> Backend:
 
     That kernel is cuDNN's, for Hopper and data-centre Blackwell (`nvte_get_fused_attn_backend` in
     transformer_engine/common/fused_attn/fused_attn.cpp, `get_attention_backend` in pytorch/attention/
-    dot_product_attention/utils.py, both at v2.9; 2.20 with cuDNN 9.18.1 supports capability 12.0 too). On other GPUs it
-    would call flash-attn, like our own attention.
+    dot_product_attention/utils.py, both at v2.9; 2.20 with cuDNN 9.18.1 supports capability 12.0 too). On other GPUs
+    Transformer Engine would call flash-attn, like `TorchAttention`.
     """
     te = te_layers()
     attention = te.core_attention() if capability[0] in (9, 10) else TorchAttention
@@ -60,7 +60,7 @@ def te_backend(capability: tuple[int, int]) -> Backend:
 
 
 def backend_notices(choice: str, platform: Platform) -> list[str]:
-    """Return a line for each optional package that is installed, on CUDA: what it computes, or why it is not used."""
+    """Return one line for each installed optional package on CUDA: what it computes, or why it is not used."""
     if not platform.is_cuda:
         return []
     packages = [package for package in PACKAGES if choice != "torch" or package is not TRANSFORMER_ENGINE]

@@ -10,7 +10,7 @@ with E experts, over the L sparse layers of the model and the T tokens of the sa
 ranks of a replica. Choices have no gradient, so the gradient of a probability is `factor` times the number of choices
 of its expert by its sample in all layers. This number is known after the forward pass of the last pipeline stage:
 
-    forward     each stage adds the rank's statistics to those sent after the hidden states of the previous stage
+    forward     each stage adds its statistics to the statistics that the previous stage appended to the hidden states
     last stage  sums the choices over the replica's ranks, and computes the loss
     backward    each stage sends the sums after the gradients, before the previous stage's routers need them
 """
@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True, eq=False)
 class BalancedSamples:
-    """The samples of a replica's pack.
+    """The samples of a pack of one replica, and their factors in the loss.
 
     Attributes:
         by_token: int64 [n], the sample of each of this shard's n tokens without padding.
@@ -49,7 +49,7 @@ class Balance:
         experts: number of experts.
         choices: int64 [samples, experts], number of choices of each expert.
         probabilities: fp32 [samples, experts], sums of the router's probabilities.
-        totals: fp32 [samples, experts], choices in all layers and on all ranks of the replica, once they are known.
+        totals: fp32 [samples, experts], choices in all layers and on all ranks of the replica; None until known.
     """
 
     samples: BalancedSamples
@@ -64,13 +64,13 @@ class Balance:
         self.probabilities = torch.zeros(len(factors), self.experts, device=factors.device)
 
     def of(self, first: int, tokens: int) -> Tensor:
-        """Return the sample of each of `tokens` tokens of the shard, from token `first` on."""
+        """Return the sample of each of `tokens` consecutive tokens of the shard, starting at token `first`."""
         return self.samples.by_token[first : first + tokens]
 
     @torch.no_grad()
     def count(self, samples: Tensor, chosen: Tensor, probabilities: Tensor) -> None:
-        """Add a layer's choices `chosen` int64 [tokens, k] and `probabilities` fp32 [tokens, experts]. `samples`: int64
-        [tokens], the sample of each token.
+        """Add to the statistics a layer's choices `chosen`, int64 [tokens, k], and `probabilities`, fp32 [tokens,
+        experts]. `samples`: int64 [tokens], the sample of each token.
         """
         places = samples[:, None] * self.experts + chosen
         self.choices.view(-1).scatter_(0, places.flatten(), 1, reduce="add")
@@ -79,13 +79,13 @@ class Balance:
         self.probabilities += (numbers[:, None] == samples).float() @ probabilities.float()
 
     def balanced(self, samples: Tensor, probabilities: Tensor) -> Tensor:
-        """Return `probabilities` [tokens, experts]; its backward pass adds the gradient of the loss."""
+        """Return `probabilities` [tokens, experts] unchanged; the backward pass adds the gradient of the loss."""
         return _Balanced.apply(probabilities, samples, self)  # pyright: ignore[reportReturnType]
 
     @torch.no_grad()
     def loss(self, groups: Any) -> Tensor:
-        """Return the loss of the tokens of this rank's tp group, fp32 []. Called on the last stage; collective over tp,
-        sp and cp.
+        """Return the balancing loss of the tokens of this rank's tp group, fp32 []. Only the last stage calls this
+        method, which is collective over tp, sp and cp.
         """
         totals = self.choices
         for group in (groups.tp, groups.sp, groups.context):
@@ -99,7 +99,7 @@ class Balance:
     # ---------------------------------------------------------------------------- between pipeline stages
 
     def rows_beside(self, hidden: Tensor) -> int:
-        """Return the number of rows of `hidden` [S, 1, hidden] that the statistics occupy."""
+        """Return the number of rows that the statistics occupy when appended to `hidden` [S, 1, hidden]."""
         samples, experts = self.choices.shape
         return rows_of(samples, experts, hidden.shape[-1], hidden.element_size())
 
@@ -108,21 +108,21 @@ class Balance:
         return _Left.apply(hidden, self)  # pyright: ignore[reportReturnType]
 
     def arrive(self, hidden: Tensor) -> Tensor:
-        """Add the statistics that earlier stages have appended to `hidden`; return the hidden states without them."""
+        """Add the statistics that earlier stages appended to `hidden`; return `hidden` without the appended rows."""
         return _Arrived.apply(hidden, self)  # pyright: ignore[reportReturnType]
 
 
 _BYTES = 12
-"""Bytes of the statistics of one sample and expert: choices and probabilities."""
+"""Size in bytes of the statistics of one sample and expert: choices and probabilities."""
 
 
 def rows_of(samples: int, experts: int, hidden: int, itemsize: int) -> int:
-    """Return the number of rows of `hidden` elements of `itemsize` bytes that the statistics occupy."""
+    """Return the number of rows of `hidden` elements, each of `itemsize` bytes, that the statistics occupy."""
     return math.ceil(samples * experts * _BYTES / (hidden * itemsize))
 
 
 def _packed(like: Tensor, rows: int, *tensors: Tensor) -> Tensor:
-    """Return the bits of `tensors` as `rows` hidden states like `like` [S, 1, hidden]."""
+    """Return the bytes of `tensors`, padded with zeros, as `rows` rows like the rows of `like` [S, 1, hidden]."""
     flat = torch.cat([each.contiguous().view(-1).view(torch.uint8) for each in tensors])
     padded = flat.new_zeros(rows * like.shape[-1] * like.element_size())
     padded[: len(flat)] = flat
@@ -130,10 +130,10 @@ def _packed(like: Tensor, rows: int, *tensors: Tensor) -> Tensor:
 
 
 def _unpacked(rows: Tensor, *like: Tensor) -> list[Tensor]:
-    """Return tensors like `like` from the bits in `rows`."""
+    """Return tensors with the dtypes and shapes of `like`, read from the bytes of `rows`."""
     flat, tensors, start = rows.contiguous().view(-1).view(torch.uint8), list[Tensor](), 0
     for each in like:
-        # Cloned, since a view in another dtype requires alignment.
+        # Clone the bytes, since a view in another dtype requires alignment.
         tensors.append(flat[start : start + each.nbytes].clone().view(each.dtype).view(each.shape))
         start += each.nbytes
     return tensors

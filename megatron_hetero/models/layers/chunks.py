@@ -1,4 +1,4 @@
-"""Chunks of sequences for the gated delta rule: a pure plan, and its index of tokens on a device.
+"""Chunks of sequences for the gated delta rule: a pure plan, and the token indices of the plan on a device.
 
 Every sequence is cut into chunks, the last of which is padded. A *step* is the i-th chunk of several sequences, which
 are computed together. A *block* is a range of steps of the same sequences, whose intermediate results are in memory
@@ -23,13 +23,13 @@ from torch import Tensor
 from megatron_hetero.groups.platform import on_device
 
 CHUNK, MIN_CHUNK = 64, 16
-"""Tokens of a chunk, and its minimum in packs of short sequences."""
+"""Number of tokens of a chunk, and its minimum in packs of short sequences."""
 MAX_PADDING = 2
-"""Maximum number of places in chunks per token; with more, chunks are halved."""
+"""Maximum number of places in chunks per token; if there are more, the chunk length is halved."""
 MIN_STEPS = 8
 """Minimum number of steps per block, if its sequences are long enough: the state before each block is saved."""
 BLOCK = 4096, 512
-"""Places in the chunks of a block on a GPU, and on a CPU, where the results should stay in the cache."""
+"""Maximum number of places in a block on a GPU, and on a CPU, where the results should stay in the cache."""
 
 
 class ChunkBlock(NamedTuple):
@@ -50,7 +50,7 @@ class ChunkBlock(NamedTuple):
 
 
 def chunk_length(lengths: Sequence[int]) -> int:
-    """Return the tokens of a chunk: `CHUNK`, or less if there would be too much padding."""
+    """Return the number of tokens of a chunk: `CHUNK`, or less if there would be too much padding."""
     chunk = CHUNK
     while chunk > MIN_CHUNK and sum(-(-length // chunk) * chunk for length in lengths) > MAX_PADDING * sum(lengths):
         chunk //= 2
@@ -58,7 +58,7 @@ def chunk_length(lengths: Sequence[int]) -> int:
 
 
 def blocks_of(lengths: Sequence[int], chunk: int, limit: int) -> Iterator[ChunkBlock]:
-    """Cut sequences of `lengths` into blocks of at most `limit` chunks; a single step may have more."""
+    """Yield the blocks of sequences of `lengths`, each of at most `limit` chunks; a single step may have more."""
     ends = np.cumsum(lengths)
     order = [int(i) for i in np.argsort(-np.asarray(lengths), kind="stable") if lengths[i]]
     while order:
@@ -71,7 +71,7 @@ def blocks_of(lengths: Sequence[int], chunk: int, limit: int) -> Iterator[ChunkB
 
 
 def _blocks_of_group(group: list[tuple[int, int]], chunk: int, limit: int, total: int) -> Iterator[ChunkBlock]:
-    """Cut the sequences of a `group`, given as (first token, length), longest first."""
+    """Yield the blocks of the sequences in `group`, given as (first token, length), longest first."""
     steps: list[np.ndarray] = []
     places = np.arange(chunk)
     for step in range(-(-group[0][1] // chunk)):
@@ -94,7 +94,7 @@ class TokenBlock(NamedTuple):
 
     Attributes:
         steps, starts, follows: as in `ChunkBlock`.
-        length: tokens of a chunk.
+        length: number of tokens of a chunk.
         read, write: int64 [chunks * length], the row that each place reads and writes.
         mask: 1 for tokens and 0 for padding, fp32 [chunks, length, 1].
     """
@@ -109,7 +109,7 @@ class TokenBlock(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Sequences in chunks of `length` tokens, in blocks."""
+    """The sequences of a pack in chunks of `length` tokens, which are grouped into blocks."""
 
     length: int
     blocks: tuple[TokenBlock, ...]

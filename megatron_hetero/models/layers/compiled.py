@@ -21,8 +21,8 @@ Activation = Callable[[Tensor], Tensor]
 
 
 class NormWeights(NamedTuple):
-    """The weights of a norm: a layer norm if it has a bias, else a root-mean-square norm. `offset` is added to
-    `weight`.
+    """The weights of a norm: a layer norm if it has a bias, else a root-mean-square norm. The sum of `weight` and
+    `offset` is the gain.
     """
 
     weight: Tensor
@@ -32,7 +32,7 @@ class NormWeights(NamedTuple):
 
     @classmethod
     def of(cls, module: Any) -> NormWeights:
-        """Return the weights of one of `megatron_hetero.models.layers.norms`."""
+        """Return the weights of a norm module of `megatron_hetero.models.layers.norms`."""
         return cls(module.weight, getattr(module, "bias", None), module.eps, module.offset)
 
 
@@ -54,7 +54,7 @@ def run(function: Callable[..., Any], *inputs: Any) -> Any:
 
 
 def require_compiler(device: torch.device) -> None:
-    """Check that PyTorch can compile. Raises `UserError`."""
+    """Raise `UserError` if PyTorch cannot compile for `device`."""
     if problem := compile_problem(device):
         needs = "Triton, a C compiler and Python's headers" if device.type == "cuda" else "a C++ compiler"
         raise UserError.at(
@@ -68,7 +68,7 @@ def require_compiler(device: torch.device) -> None:
 
 
 def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: int = 0) -> Tensor:
-    """Norm `x` [S, 1, hidden] with `NormWeights`."""
+    """Normalise `x` [S, 1, hidden] with the fields of `NormWeights`."""
     wide, gain = x.float(), gain_of(weight, offset)
     if bias is not None:
         out = F.layer_norm(wide, weight.shape, gain.float(), bias.float(), eps)
@@ -78,13 +78,13 @@ def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: i
 
 
 def added_and_normed(x: Tensor, bias: Tensor | None, residual: Tensor, *norm: Any) -> tuple[Tensor, Tensor]:
-    """Return x + bias + residual, [S, 1, hidden], and the sum normed with `norm`, the fields of `NormWeights`."""
+    """Return the sum x + bias + residual, [S, 1, hidden], and the sum normalised with `NormWeights(*norm)`."""
     out = residual + (x if bias is None else x + bias)
     return out, normed(out, *norm)
 
 
 def activated(wide: Tensor, activation: Activation, has_gate: bool) -> Tensor:
-    """Return the activation of `wide` [S, 1, ffn]; with a gate the activated gate times up, of `wide` [S, 1, 2 ffn]."""
+    """Return the activation of `wide` [S, 1, ffn], or the activated gate times up if `wide` is [S, 1, 2 ffn]."""
     if not has_gate:
         return activation(wide)
     gate, up = wide.chunk(2, dim=-1)
@@ -110,18 +110,18 @@ def heads(
     if q_norm is not None and k_norm is not None:
         q, k = normed(q, *q_norm), normed(k, *k_norm)
     q, k = (turned(x, cosines_nD, sines_nD) for x in (q, k))
-    # A view would save all of the projection for the backward pass.
+    # A view would keep the whole projection alive until the backward pass.
     v = v.clone(memory_format=torch.contiguous_format)
     return q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2)
 
 
 def turned(x: Tensor, cosines_nD: Tensor, sines_nD: Tensor) -> Tensor:
-    """Forward pass of `rotary.rotate`."""
+    """Compute the forward pass of `rotary.rotate`."""
     return _turned_by(x, cosines_nD, _signed(sines_nD))
 
 
 def turned_back(grad: Tensor, cosines_nD: Tensor, sines_nD: Tensor) -> Tensor:
-    """Backward pass of `rotary.rotate`, the adjoint of `turned`."""
+    """Compute the backward pass of `rotary.rotate`, the adjoint of `turned`."""
     return _turned_by(grad, cosines_nD, _signed(sines_nD).flip(1))
 
 

@@ -11,7 +11,7 @@ Shape suffixes:
     causal_conv1d  convolution and SiLU in one launch, by causal-conv1d
     torch          `delta_rule` and `short_convolution`, on any device and in any precision
 
-All of them process whole packs, and reset the state at each sequence. All ranks of a run use the same packages
+All kernels process whole packs, and reset the state at each sequence. All ranks of a run use the same packages
 (`packages.package_facts`).
 """
 
@@ -34,28 +34,28 @@ from megatron_hetero.models.layers.sequences import Sequences
 from megatron_hetero.models.layers.short_convolution import convolved
 
 MAX_HEAD_DIM = 256
-"""Maximum key width of fla: `chunk_gated_delta_rule_fwd_h` in fla/ops/common/chunk_delta_h.py. Its tests use values of
-the same width as keys.
+"""Maximum key width of fla: `chunk_gated_delta_rule_fwd_h` in fla/ops/common/chunk_delta_h.py. fla's tests use
+values of the same width as keys.
 """
 HEAD_MULTIPLE = 8
-"""Head widths must be multiples of this: with odd widths Triton reads wrong memory (`chunk_bwd_dv` in
+"""Head widths must be multiples of this number: with odd widths Triton reads wrong memory (`chunk_bwd_dv` in
 fla/ops/common/chunk_o.py).
 """
 TAPS = (2, 3, 4)
 CHANNEL_MULTIPLE = 8
-"""Elements that causal-conv1d loads at once. Channels, strides and offsets must be multiples of it (`causal_conv1d_fwd`
-in csrc/causal_conv1d.cpp).
+"""Elements that causal-conv1d loads at once. Channels, strides and offsets must be multiples of this number
+(`causal_conv1d_fwd` in csrc/causal_conv1d.cpp).
 """
 MAX_TOKENS = 64 * 65535
-"""Tokens per block of causal-conv1d, times the maximum number of blocks in the second dim of a CUDA grid."""
+"""Maximum number of tokens for causal-conv1d: its tokens per block times the limit of the second dim of a CUDA grid."""
 MAX_ELEMENTS = 2**32
-"""causal-conv1d computes offsets in 32 bits (`index_t` in csrc/causal_conv1d.h)."""
+"""Maximum number of elements for causal-conv1d, whose offsets have 32 bits (`index_t` in csrc/causal_conv1d.h)."""
 
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Sequences], Tensor]
-"""The gated delta rule along each sequence, with the arguments of `delta_rule.delta_rule`: [n, H, V]."""
+"""A function with the arguments of `delta_rule.delta_rule` that applies the rule along each sequence: [n, H, V]."""
 Convolution = Callable[[Tensor, Tensor, Sequences], Tensor]
-"""The short convolution along each sequence, then SiLU, with the arguments of `short_convolution.convolved`: [n, c]."""
+"""A function with the arguments of `short_convolution.convolved` that applies convolution and SiLU: [n, c]."""
 
 
 def choose_rule(
@@ -66,8 +66,8 @@ def choose_rule(
     capability: tuple[int, int],
     installed: Collection[str],
 ) -> Literal["fla", "torch"]:
-    """Return what computes the rule on a device type and a GPU of a CUDA `capability`. `installed`: names of usable
-    modules. fla is not used in fp32, which it would multiply in TF32.
+    """Return the kernel of the gated delta rule for a device type and a GPU of a CUDA `capability`. `installed`: names
+    of usable modules. fla is not used in fp32, which it would multiply in TF32.
     """
     fits = all(dim <= MAX_HEAD_DIM and dim % HEAD_MULTIPLE == 0 for dim in (key_dim, value_dim))
     on_gpu = device == "cuda" and dtype in HALF and capability >= FLASH_CAPABILITY
@@ -83,7 +83,7 @@ def choose_convolution(
     capability: tuple[int, int],
     installed: Collection[str],
 ) -> Literal["causal_conv1d", "torch"]:
-    """Return what computes the short convolution on a device type and a GPU of a CUDA `capability`. `installed`: names
+    """Return the kernel of the short convolution for a device type and a GPU of a CUDA `capability`. `installed`: names
     of usable modules.
     """
     fits = channels % CHANNEL_MULTIPLE == 0 and taps in TAPS
@@ -94,7 +94,7 @@ def choose_convolution(
 
 @lru_cache
 def rule_for(device: torch.device, dtype: torch.dtype) -> Rule:
-    """Return the gated delta rule for tensors on this device. It chooses a kernel by the widths of heads."""
+    """Return a function for the gated delta rule on this device, which chooses a kernel by the widths of heads."""
     if device.type != "cuda":
         return delta_rule
     capability, installed = cuda_capability(device), _installed(device)
@@ -112,7 +112,7 @@ def rule_for(device: torch.device, dtype: torch.dtype) -> Rule:
 
 @lru_cache
 def convolution_for(device: torch.device, dtype: torch.dtype) -> Convolution:
-    """Return the short convolution for tensors on this device. It chooses a kernel by their sizes."""
+    """Return a function for the short convolution on this device, which chooses a kernel by the sizes of its inputs."""
     if device.type != "cuda":
         return convolved
     capability, installed = cuda_capability(device), _installed(device)
@@ -127,8 +127,8 @@ def convolution_for(device: torch.device, dtype: torch.dtype) -> Convolution:
 
 
 def _installed(device: torch.device) -> list[str]:
-    """Return the modules that are usable on a GPU. fla is compiled by Triton, which needs the tools of PyTorch's
-    compiler.
+    """Return the names of the modules that are usable on a GPU. fla is compiled by Triton, which needs the tools of
+    PyTorch's compiler.
     """
     usable = [package.module for package in (FLA, CAUSAL_CONV1D) if not unusable(package, find(package))]
     if FLA.module in usable and not _compiles(device):
@@ -141,7 +141,7 @@ def _compiles(device: torch.device) -> bool:
 
 
 def _function(package: OptionalPackage) -> Callable[..., Any]:
-    """Return the first function in the required imports of a package."""
+    """Return the first function among the required imports of `package`."""
     module, _, name = package.imports[0].partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -161,9 +161,9 @@ def fla_rule(
     shares key heads. The bounds of sequences are also passed in host memory, so that the host does not wait for the
     device.
 
-    The backward pass recomputes the forward pass. It would save normed queries and keys, values and inverses of chunks
-    (about 20 KiB per token of a layer with 32 heads of 128 elements), none of which `delta_rule` saves, by which
-    `--plan` measures memory.
+    The backward pass recomputes the forward pass. Otherwise fla would save normed queries and keys, values and inverses
+    of chunks (about 20 KiB per token of a layer with 32 heads of 128 elements). `delta_rule`, with which `--plan`
+    measures memory, saves none of these tensors.
     """
 
     def rule(*inputs_n: Tensor) -> Tensor:
@@ -191,8 +191,8 @@ def conv1d_convolution(
 
 
 def _loadable(x_nc: Tensor) -> Tensor:
-    """Return the tensor, or a copy if needed, with contiguous channels and rows that start at multiples of
-    `CHANNEL_MULTIPLE` elements. Strides count even for a single row, where `contiguous` does not change them.
+    """Return `x_nc`, or a copy if needed, with contiguous channels and rows that start at multiples of
+    `CHANNEL_MULTIPLE` elements. Strides matter even for a single row, where `contiguous` does not change them.
     """
     (rows, channels), (stride, step) = x_nc.shape, x_nc.stride()
     starts = stride % CHANNEL_MULTIPLE == 0 and x_nc.storage_offset() % CHANNEL_MULTIPLE == 0

@@ -1,4 +1,4 @@
-"""Gated delta nets under every axis: linear attention with a state per head that decays and is corrected by each token.
+"""Gated delta nets for every parallel axis: linear attention with a state per head that each token decays and corrects.
 
 Shape suffixes:
     n  tokens of this rank without padding
@@ -17,7 +17,7 @@ keys of its key head. Consecutive value heads share a key head:
     S <- exp(g) S,  S <- S + k (beta (v - S^T k))^T,  out = S^T q
     g = -exp(A_log) softplus(a + dt_bias),  beta = sigmoid(b)
 
-A token depends on all earlier ones, so ranks that share sequences (`sp`, then `cp`) exchange heads for tokens before
+A token depends on all earlier tokens, so ranks that share sequences (`sp`, then `cp`) exchange heads for tokens before
 the convolution, and back after the rule. The number of heads need not be divisible: members may have different numbers
 of heads, or none. Gates are not exchanged. `tp` splits value heads, and copies key heads if it does not divide them.
 
@@ -25,7 +25,7 @@ of heads, or none. Gates are not exchanged. `tp` splits value heads, and copies 
                                -- convolution, rule -->
                                -- cp, sp: tokens for heads -->   local tokens, local heads
 
-Sources: Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464; the layer is that of Qwen3.5.
+Sources: Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464; the layer follows Qwen3.5.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class DeltaNet(AttentionPart):
 
     Attributes:
         hidden: width of a token.
-        key_heads: heads of queries and keys.
-        value_heads: heads of values, each with a state.
-        key_dim: elements of a key head.
-        value_dim: elements of a value head.
-        taps: width of the convolution in tokens; the last tap is the token itself.
+        key_heads: number of heads of queries and keys.
+        value_heads: number of heads of values, each with a state.
+        key_dim: number of elements of a key head.
+        value_dim: number of elements of a value head.
+        taps: width of the convolution in tokens; the last tap multiplies the current token.
         norm: norm of each head of the output.
         stored: prefix of the stored tensors.
     """
@@ -91,32 +91,32 @@ class DeltaNet(AttentionPart):
 
     @property
     def heads(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Value heads."""
+        """Number of value heads."""
         return self.value_heads
 
     @property
     def kv_heads(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Key heads, which are copied if tp does not divide them."""
+        """Number of key heads, which are copied if tp does not divide their number."""
         return self.key_heads
 
     @property
     def limits(self) -> tuple[Limit, ...]:
-        """tp has to divide the value heads; sp and cp are not limited."""
+        """Limits on parallel degrees: tp must divide the number of value heads; sp and cp are not limited."""
         return (Limit(("tp",), self.value_heads, "delta net", "value heads"),)
 
     def key_copies(self, tp: int) -> int:
-        """Return the copies of each key head under `tp`: the fewest such that tp divides the number of heads."""
+        """Return the copies per key head: the smallest number that makes their total divisible by `tp`."""
         return math.lcm(self.key_heads, tp) // self.key_heads
 
     def heads_of(self, tp: int) -> Heads:
-        """Return the heads of each of `tp` ranks."""
+        """Return the heads of one rank, numbered from 0, if heads are split over `tp` ranks."""
         keys = self.key_heads * self.key_copies(tp) // tp
         return Heads(
             (0, self.value_heads // tp), (0, keys), self.value_heads // tp // keys, self.key_dim, self.value_dim
         )
 
     def tensors(self) -> TensorShapes:
-        """Return projections, convolution, decay parameters, norm and output projection."""
+        """Return the shapes of stored tensors: input projections, convolution, decay, norm and output projection."""
         values = self.value_heads * self.value_dim
         mixed = 2 * self.key_heads * self.key_dim + values
         shapes = {
@@ -133,8 +133,8 @@ class DeltaNet(AttentionPart):
         return {self.stored + name: shape for name, shape in shapes.items()}
 
     def slices(self, stored: str, share: Share) -> WeightMap:
-        """Split value heads over the ranks, with the (copied) key heads that they use. The input projections are one
-        parameter with the rows of queries, keys, values, b, a, z, and padding.
+        """Return the weight map of a rank: its value heads, and the (copied) key heads that they use. The input
+        projections are one parameter with the rows of queries, keys, values, b, a and z, then padding.
         """
         prefix, count = stored + self.stored, self.value_heads // share.ranks
         heads = share.rank * count, (share.rank + 1) * count
@@ -156,7 +156,7 @@ class DeltaNet(AttentionPart):
         }
 
     def _channels(self, name: str, share: Share) -> list[tuple[str, Interval]]:
-        """Return a rank's rows of a tensor with queries, keys and values, key head by key head."""
+        """Return a rank's rows of tensor `name`: queries and then keys, one range per key head, then values."""
         copies, width = self.key_copies(share.ranks), self.key_dim
         count = self.key_heads * copies // share.ranks
         keys = [at // copies for at in range(share.rank * count, (share.rank + 1) * count)]
@@ -167,20 +167,20 @@ class DeltaNet(AttentionPart):
         return [(name, each) for each in rows]
 
     def operations(self, tokens: Tokens) -> Operations:
-        """Count the projections, and for each token and value head the product with the key, the update of the state
-        and the product with the query.
+        """Return the FLOPs of the projections and, for each token and value head, of the product with the key, the
+        update of the state and the product with the query.
         """
         values = self.value_heads * self.value_dim
         projected = 2 * self.key_heads * self.key_dim + 2 * values + 2 * self.value_heads + values
         return Operations(2 * tokens.total * self.hidden * projected, 6 * tokens.total * values * self.key_dim)
 
     def build(self, site: Site, number: int) -> DeltaNetModule:
-        """Build the torch module."""
+        """Build the torch module of this gated delta net."""
         return DeltaNetModule(self, site, number)
 
 
 class Heads(NamedTuple):
-    """A range of value heads and of the key heads that they use, `ratio` value heads per key head."""
+    """A range of value heads and the range of key heads that they use, with `ratio` value heads per key head."""
 
     values: Interval
     keys: Interval
@@ -200,7 +200,7 @@ class Heads(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
-        """Columns of queries, keys, values, b and a."""
+        """Number of columns of queries, keys, values, b and a."""
         keys, values = self.key_count * self.key_dim, self.value_count
         return keys, keys, values * self.value_dim, values, values
 
@@ -211,7 +211,7 @@ class Heads(NamedTuple):
         return None if len(set(Counter(keys).values())) < 2 else keys
 
     def over(self, members: int) -> tuple[Heads, ...]:
-        """Divide these heads over `members` ranks."""
+        """Divide these heads over `members` ranks and return the heads of each rank."""
         first = self.values[0]
         return tuple(self._some(first + start, first + stop) for start, stop in even_ranges(self.value_count, members))
 
@@ -220,7 +220,7 @@ class Heads(NamedTuple):
         return self._replace(values=(start, stop), keys=keys)
 
     def columns_in(self, whole: Heads) -> Columns:
-        """Return the columns of queries, keys, values, b and a of these heads among those of `whole`."""
+        """Return the positions of these heads' columns (queries, keys, values, b, a) among the columns of `whole`."""
         keys, values = self.key_dim, self.value_dim
         ranges = [(self.keys, whole.keys, keys)] * 2 + [(self.values, whole.values, width) for width in (values, 1, 1)]
         result, at = list[Interval](), 0
@@ -240,7 +240,7 @@ class DeltaNetModule(TokenMixer):
         self.selective, self.compiled = site.recompute.selective, site.compile_layers
         self.rule_for: Callable[..., Any] = rule_for  # `--plan` replaces this by a function that measures memory.
         self.heads = part.heads_of(site.tp)
-        # Heads are divided over the members of `sp`, and the heads of each of these over the members of `cp`.
+        # Heads are divided over the members of `sp`, then the heads of each `sp` member over the members of `cp`.
         self.over_sp = self.heads.over(self.sp_group.size())
         local = self.over_sp[self.sp_group.rank()]
         self.over_cp = local.over(self.context_group.size())
@@ -255,11 +255,11 @@ class DeltaNetModule(TokenMixer):
             part.hidden, (rows + -rows % ALIGNMENT) * site.tp, bias=False, name="qkv"
         )
         self.out_proj: Any = site.row_linear(values * site.tp, part.hidden, bias=False, leaves_bias=True, name="proj")
-        # Each tp rank normalises its own heads, so gradients are summed over tp even if activations are not split.
+        # Each tp rank normalises only local heads, so gradients are summed over tp even if activations are not split.
         self.norm: Any = site.mark(part.norm.build(site, number), split=site.tp > 1)
 
     def linears(self) -> tuple[Any, Any]:
-        """Return the projections before and after the rule."""
+        """Return the input projection and the output projection."""
         return self.in_proj, self.out_proj
 
     @property
@@ -270,7 +270,7 @@ class DeltaNetModule(TokenMixer):
     def _mixed(
         self, projected: Tensor, table_2nD: Tensor, params: AttentionParams, order: Order | None
     ) -> tuple[Tensor, Tensor]:
-        """Convolve and apply the rule; see `TokenMixer`. Of the table only the number of tokens is used."""
+        """Apply convolution and delta rule; see `TokenMixer._mixed`. `table_2nD` only gives the number of tokens."""
         tokens = table_2nD.shape[1]
         if order is not None:
             projected = order.chosen(projected)
@@ -280,14 +280,14 @@ class DeltaNetModule(TokenMixer):
         widths = mixed_width, gate_width, projected.shape[-1] - mixed_width - gate_width
         mixed_nc, gate, _ = projected.squeeze(1).split(widths, dim=1)
         if self.sp_group.size() > 1 or self.context_group.size() > 1:
-            # A view would save all of the projection, which nothing else saves after an exchange.
+            # A view would keep the whole projection alive, which is not needed after an exchange.
             gate = gate.contiguous()
         return self._across(mixed_nc, params), gate
 
     def _padded(self, out: Tensor, gate: Tensor | None, padding: int, order: Order | None) -> Tensor:
-        """Norm, gate, order and pad the result; see `TokenMixer`."""
+        """Normalise, gate, reorder and pad the output of the rule; see `TokenMixer._padded`."""
         assert gate is not None, "delta nets have a gate"
-        # Elementwise operations, whose intermediate results are several times as large as their input.
+        # Recompute these elementwise operations, whose intermediate results are several times as large as their input.
         return recompute(partial(self._output, padding, order), out, gate)
 
     def _output(self, padding: int, order: Order | None, out: Tensor, gate: Tensor) -> Tensor:
@@ -305,7 +305,7 @@ class DeltaNetModule(TokenMixer):
         return out.unsqueeze(1)
 
     def _across(self, mixed: Tensor, params: AttentionParams) -> Tensor:
-        """Return [n, H * V] from the columns [n, c] of local tokens and heads."""
+        """Apply convolution and rule to local columns `mixed` [n, c], between exchanges. Return [n, H * V]."""
         sp, context, sequences = self.sp_group, self.context_group, params.sequences
         order = None
         if sp.size() > 1:
@@ -320,7 +320,7 @@ class DeltaNetModule(TokenMixer):
         return gather_columns(out, _widths(self.over_sp), params.sp_lengths, sp) if sp.size() > 1 else out
 
     def _along(self, mixed: Tensor, params: AttentionParams) -> Tensor:
-        """Return [N, H * V] of this rank's share of heads from its columns [N, c] of whole sequences."""
+        """Apply convolution and rule to this rank's heads [N, c] of whole sequences. Return [N, H * V]."""
         share = self.share
         if not mixed.numel():
             # Zero gradients still flow, so the backward pass joins all exchanges.
@@ -332,7 +332,7 @@ class DeltaNetModule(TokenMixer):
             return self.rule_for(v.device, v.dtype)(q, k, v, decay, beta, params.sequences).flatten(1)
 
     def _inputs(self, params: AttentionParams, mixed: Tensor) -> tuple[Tensor, ...]:
-        """Return the inputs of the rule, see `delta_rule`."""
+        """Return the arguments of `delta_rule`: convolved queries, keys and values, logarithms of decays, and beta."""
         share = self.share
         channels = sum(share.sizes[:3])
         weight = self.conv_weight
@@ -351,19 +351,19 @@ class DeltaNetModule(TokenMixer):
 
 
 def _widths(shares: tuple[Heads, ...]) -> list[int]:
-    """Return the elements of the values of each share."""
+    """Return the number of value columns of each share of heads."""
     return [share.sizes[2] for share in shares]
 
 
 @lru_cache(maxsize=16)
 def _index(heads: tuple[int, ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # Later calls save it for the backward pass.
+    with torch.inference_mode(False):  # Later calls reuse the tensor, and autograd cannot save inference tensors.
         return on_device(torch.tensor(heads), device)
 
 
 def log_decay(a: Tensor, log_rate: Tensor, bias: Tensor, start: int, stop: int) -> Tensor:
-    """Return the logarithm of the decay of the states at each token, fp32 [N, H], from `a` [N, H] of the heads from
-    `start` to `stop` of `log_rate` and `bias`.
+    """Return the logarithm of the decay of each state at each token, fp32 [N, H], from `a` [N, H]. The H heads are the
+    heads from `start` to `stop` of `log_rate` and `bias`.
     """
     return -log_rate[start:stop].float().exp() * F.softplus(a.float() + bias[start:stop])
 
@@ -374,5 +374,5 @@ def gated_by_silu(out: Tensor, gate: Tensor) -> Tensor:
 
 
 def normed_and_gated(out: Tensor, gate: Tensor, *norm: Any) -> Tensor:
-    """Norm `out` [n, H, V] head by head with `NormWeights` and gate it; one function for the compiler."""
+    """Normalise `out` [n, H, V] head by head with `NormWeights(*norm)` and gate it, in one compiled function."""
     return gated_by_silu(normed(out, *norm), gate)

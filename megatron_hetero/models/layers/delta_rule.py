@@ -12,7 +12,7 @@ D_ij = exp(g_i - g_j) if j <= i, else 0:
     R = (1 + A)^-1 (v - exp(g) k S)                      out = K^-0.5 (exp(g) q S + P R)
     S of the next chunk = exp(g_c) S + (beta exp(g_c - g) k)^T R
 
-R is the update of the state by each token, before beta. Only the lines with S are sequential over chunks. Everything is
+R is each token's update of the state, before beta. Only the lines with S are sequential over chunks. Everything is
 computed block by block (see `chunks`); the inputs and the state before each block are saved for the backward pass.
 
 Shape suffixes:
@@ -37,18 +37,18 @@ from megatron_hetero.models.layers.chunks import Chunks, TokenBlock
 from megatron_hetero.models.layers.sequences import Sequences
 
 EPS = 1e-6
-"""Added to the squared norms of queries and keys."""
+"""Constant added to the squared norms of queries and keys."""
 LEAST = -80.0
-"""Logarithm below which a decay counts as 0."""
+"""Logarithm of a decay below which the decay counts as 0."""
 
 
 def delta_rule(
     q_nhK: Tensor, k_nhK: Tensor, v_nHV: Tensor, decay_nH: Tensor, beta_nH: Tensor, sequences: Sequences
 ) -> Tensor:
-    """Apply the gated delta rule along each sequence: [n, H, V], in the dtype of `v`, computed in fp32.
+    """Apply the gated delta rule along each sequence. Return [n, H, V] in the dtype of `v_nHV`, computed in fp32.
 
     Queries and keys are l2-normalised here. H is a multiple of h: consecutive value heads share a key head.
-    `decay_nH`: logarithms, fp32, at most 0. `beta_nH`: from 0 to 1.
+    `decay_nH`: logarithms of the decays, fp32, at most 0. `beta_nH`: strengths of the updates, from 0 to 1.
     """
     return _DeltaRule.apply(q_nhK, k_nhK, v_nHV, decay_nH, beta_nH, sequences.chunks)  # pyright: ignore[reportReturnType]
 
@@ -62,16 +62,16 @@ class _Inputs(NamedTuple):
 
 
 class _Decays(NamedTuple):
-    """Decays in chunks (see the top of this file), and beta."""
+    """Decays inside the chunks of a block, in the notation of the module docstring, and beta."""
 
     until_bC: Tensor
-    """exp(g)."""
+    """exp(g), the decay from the start of the chunk to each token."""
     since_bC: Tensor
-    """exp(g_c - g)."""
+    """exp(g_c - g), the decay from each token to the end of the chunk."""
     whole_b: Tensor
-    """exp(g_c)."""
+    """exp(g_c), the decay over the whole chunk."""
     within_bCC: Tensor
-    """D."""
+    """D, the decay from each token to each later token."""
     beta_bC: Tensor
 
 
@@ -81,27 +81,27 @@ class _Inside(NamedTuple):
     qk_mhtK: Tensor
     """Normalised queries and keys."""
     inverse_mht: Tensor
-    """Factors of the normalisation; 0 for padding."""
+    """Inverse norms of queries and keys; 0 for padding."""
     decays: _Decays
     products_mhtC: Tensor
-    """q k^T and k k^T."""
+    """Products q k^T and k k^T."""
     read_btK: Tensor
     """exp(g) q and exp(g) k, which multiply the state."""
     written_bCK: Tensor
     """beta exp(g_c - g) k, which is added to the state."""
     scores_bCC: Tensor
-    """P."""
+    """Weighted scores P of the module docstring."""
     solved_bCC: Tensor
-    """(1 + A)^-1."""
+    """Inverse (1 + A)^-1 of the module docstring."""
     added_bCV: Tensor
-    """R."""
+    """Updates R of the module docstring."""
     states_bKV: Tensor
     """State before each chunk."""
     after: Tensor | None
-    """State before the next block of the same sequences; None if there is none."""
+    """State before the next block of the same sequences; None if no such block follows."""
 
     def by_key_head(self, x_b: Tensor) -> Tensor:
-        """View [b, ...] as [m, h, r, ...]."""
+        """View `x_b` [b, ...] as [m, h, r, ...], grouped by key head."""
         return x_b.unflatten(0, (*self.qk_mhtK.shape[:2], -1))
 
 
@@ -124,7 +124,7 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        saved = ctx.saved_tensors  # Accessed once, since each access unpacks all tensors.
+        saved = ctx.saved_tensors  # Read once, since each access unpacks all saved tensors.
         inputs, states = _Inputs(*saved[:5]), list(saved[5:])
         grad_inputs, grad_state = _Inputs(*(_rows_like(x) for x in inputs)), None
         for block in reversed(ctx.chunks.blocks):
@@ -135,7 +135,7 @@ class _DeltaRule(torch.autograd.Function):
 
 
 def _forward(inputs: _Inputs, block: TokenBlock, state: Tensor | None, out: Tensor) -> Tensor | None:
-    """Write the output of a block that starts with `state`. Return the state after it, if another block follows."""
+    """Write a block's output to `out`, starting with `state`. Return the state for the next block, if one follows."""
     inside = _inside(inputs, block, state)
     out_bCV = torch.bmm(inside.read_btK[:, : block.length], inside.states_bKV)
     out_bCV.baddbmm_(inside.scores_bCC, inside.added_bCV)
@@ -144,7 +144,7 @@ def _forward(inputs: _Inputs, block: TokenBlock, state: Tensor | None, out: Tens
 
 
 def _inside(inputs: _Inputs, block: TokenBlock, state: Tensor | None) -> _Inside:
-    """Compute the intermediate results of a block that starts with `state`; None for the start of its sequences."""
+    """Compute the intermediate results of a block that starts with `state`, which is None at the start of sequences."""
     C, H = block.length, inputs.v_nHV.shape[1]
     qk_mhtK, inverse_mht = _normed(inputs, block)
     keys_mhCK = qk_mhtK[:, :, C:]
@@ -171,7 +171,7 @@ def _inside(inputs: _Inputs, block: TokenBlock, state: Tensor | None) -> _Inside
 
 
 def _normed(inputs: _Inputs, block: TokenBlock) -> tuple[Tensor, Tensor]:
-    """Return normalised queries and keys, and the factors of the normalisation."""
+    """Return l2-normalised queries and keys, and their inverse norms."""
     (h, K), C, m = inputs.q_nhK.shape[1:], block.length, sum(block.steps)
     qk_mhtK = inputs.q_nhK.new_empty(m, h, 2 * C, K, dtype=torch.float32)
     inverse_mht = qk_mhtK.new_empty(m, h, 2 * C)
@@ -187,16 +187,16 @@ def _decays(inputs: _Inputs, block: TokenBlock) -> _Decays:
     beta_bC, decay_bC = (
         (_read(x, block) * block.mask).transpose(1, 2).flatten(0, 1) for x in (inputs.beta_nH, inputs.decay_nH)
     )
-    # In fp64, since small differences of large sums matter.
+    # Sum in fp64, since small differences of large sums matter.
     g_bC = decay_bC.cumsum(-1, dtype=torch.float64)
     until_bC, since_bC = _exp(g_bC.float()), _exp((g_bC[:, -1:] - g_bC).float())
-    # Masked before exp, which could overflow above the diagonal, and after.
+    # Mask before exp, which could overflow above the diagonal, and again after, since exp(0) is 1.
     within_bCC = _exp((g_bC[:, :, None] - g_bC[:, None]).float().tril_()).tril_()
     return _Decays(until_bC, since_bC, until_bC[:, -1], within_bCC, beta_bC)
 
 
 def _exp(x: Tensor) -> Tensor:
-    """Exponentiate in place. Results below 2 exp(`LEAST`) become 0, since CPUs are slow with denormal numbers."""
+    """Exponentiate `x` in place. Results below 2 exp(`LEAST`) become 0, since CPUs are slow with denormal numbers."""
     return torch.threshold_(x.clamp_(min=LEAST).exp_(), 2 * math.exp(LEAST), 0.0)
 
 
@@ -210,8 +210,8 @@ def _scan(
     sizes: list[int],
     follows: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Run over the steps of a block. Return the updates R, the state before each chunk, and the state before the next
-    block. `v_bCV` is overwritten.
+    """Compute the steps of a block one after the other. Return the updates R, the state before each chunk, and the
+    state before the next block. `v_bCV` is overwritten.
     """
     added_bCV = torch.empty_like(v_bCV)
     states_bKV = v_bCV.new_empty(len(v_bCV), read_bCK.shape[-1], v_bCV.shape[-1])
@@ -222,7 +222,7 @@ def _scan(
         states_bKV[: sizes[0]].zero_()
     else:
         states_bKV[: sizes[0]].copy_(state)
-    if v_bCV.is_meta:  # The steps allocate nothing.
+    if v_bCV.is_meta:  # Skip the steps, which allocate no memory.
         return added_bCV, states_bKV, after
     for i, (v, read, written, solved, whole, added) in enumerate(zip(*each, strict=True)):
         now, then = states[i], states[i + 1]
@@ -237,11 +237,11 @@ def _scan(
 def _backward(
     inputs: _Inputs, inside: _Inside, block: TokenBlock, grad: Tensor, grad_after: Tensor | None, grad_inputs: _Inputs
 ) -> Tensor | None:
-    """Write the gradients of a block's inputs, given the gradient of the state after it. Return the gradient of the
-    state before it.
+    """Write the gradients of a block's inputs to `grad_inputs`, given the gradient `grad_after` of the state after the
+    block. Return the gradient of the state before the block.
     """
     C, (H, V), K = block.length, grad.shape[1:], inputs.q_nhK.shape[2]
-    # Gradients of the two products with the state: exp(g) q S, and -exp(g) k S, whose gradient is minus that of v.
+    # Gradients of the two products with the state, exp(g) q S and exp(g) k S; the second is minus the gradient of v.
     grad_both_btV = inside.added_bCV.new_empty(len(inside.added_bCV), 2 * C, V)
     grad_out_bCV, minus_bCV = grad_both_btV.split(C, dim=1)
     factors = (block.mask * K**-0.5)[:, None]
@@ -262,7 +262,7 @@ def _backward(
     grad_keys_mhCK += grad_products_mhtC.mT @ inside.qk_mhtK
     grad_g_bC += grad_g_term_bC
     grad_beta_bC += grad_beta_term_bC
-    # Backward pass of the normalisation, x / sqrt(x^2 + eps).
+    # Compute the backward pass of the normalisation, x / sqrt(|x|^2 + eps).
     along_mht1 = (grad_qk_mhtK * inside.qk_mhtK).sum(-1, keepdim=True)
     grad_qk_mhtK.addcmul_(inside.qk_mhtK, along_mht1, value=-1).mul_(inside.inverse_mht[..., None])
 
@@ -276,7 +276,7 @@ def _backward(
 
 
 def _back_from_read(inside: _Inside, grad_read_btK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of q and k, and of g, given the gradient of `read`, which is overwritten."""
+    """Return the gradients of q and k, and of g, given the gradient of `inside.read_btK`, which is overwritten."""
     grad_g_bt = (grad_read_btK * inside.read_btK).sum(-1)
     grad_read_btK.mul_(inside.decays.until_bC.repeat(1, 2)[:, :, None])
     return inside.by_key_head(grad_read_btK).sum(2), grad_g_bt.unflatten(1, (2, -1)).sum(1)
@@ -288,7 +288,7 @@ def _back_from_state(inside: _Inside, grad_states_bKV: Tensor) -> tuple[Tensor, 
     keys_mh1CK = inside.qk_mhtK[:, :, None, grad_written_bCK.shape[1] :]
     grad_beta_bC = (inside.by_key_head(grad_written_bCK) * keys_mh1CK).sum(-1).flatten(0, 2) * inside.decays.since_bC
     grad_written_bCK.mul_((inside.decays.since_bC * inside.decays.beta_bC)[:, :, None])
-    # Through g_c - g, which is 0 for the last token.
+    # The gradient of g through g_c - g, which is 0 for the last token.
     grad_g_bC = (grad_beta_bC * inside.decays.beta_bC).neg_()
     grad_whole_b = (grad_states_bKV * inside.states_bKV).sum((1, 2)) * inside.decays.whole_b
     grad_g_bC[:, -1] = grad_whole_b - grad_g_bC[:, :-1].sum(1)
@@ -296,7 +296,7 @@ def _back_from_state(inside: _Inside, grad_states_bKV: Tensor) -> tuple[Tensor, 
 
 
 def _back_from_scores(inside: _Inside, grad_both_btC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q k^T and k k^T, g, and beta, given the gradient of P and A, which is overwritten."""
+    """Return the gradients of q k^T and k k^T, of g, and of beta, given the gradient of P and A (overwritten)."""
     grad_both_b2CC, beta_bC = grad_both_btC.unflatten(1, (2, -1)), inside.decays.beta_bC
     grad_both_b2CC.mul_(inside.decays.within_bCC[:, None])
     grad_both_b2CC[:, 1].diagonal(dim1=1, dim2=2).zero_()
@@ -318,8 +318,8 @@ def _scan_back(
     sizes: list[int],
     starts: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run backwards over the steps of a block: write the second half of `grad_both`, given the first. Return the
-    gradients of the state after each chunk and of the state before the block.
+    """Propagate gradients backward through the steps of a block: write the second half of `grad_both_btV`, given the
+    first. Return the gradients of the state after each chunk and of the state before the block.
     """
     C = inside.added_bCV.shape[1]
     minus_bCV = torch.bmm(inside.scores_bCC.mT, grad_both_btV[:, :C]).neg_()
@@ -353,23 +353,23 @@ def _fill(to: Tensor, first: Tensor | None) -> None:
 
 
 def _times(x_mhtK: Tensor, factors_bt: Tensor) -> Tensor:
-    """Multiply the rows, or elements, of each key head by factors of its value heads: [b, t, K]."""
+    """Multiply the rows (or elements) of each key head by the factors of each of its value heads. Return [b, t, K]."""
     factors = factors_bt if factors_bt.dim() == 3 else factors_bt[:, :, None]
     return (x_mhtK[:, :, None] * factors.unflatten(0, (*x_mhtK.shape[:2], -1))).flatten(0, 2)
 
 
 def _rows_like(x: Tensor) -> Tensor:
-    """Return an uninitialised tensor with a row per token of `x`, and one for padding."""
+    """Return an uninitialised tensor with one row per token of `x`, and one row for padding."""
     return x.new_empty(len(x) + 1, *x.shape[1:])
 
 
 def _read(x: Tensor, block: TokenBlock) -> Tensor:
-    """Return the rows of a block's tokens: [m, C, ...]. Padding has the values of another token."""
+    """Return the rows of `x` for the tokens of a block, [m, C, ...]. Padding reads the row of another token."""
     return x.index_select(0, block.read).unflatten(0, (-1, block.length))
 
 
 def _write(to: Tensor, x_b: Tensor, block: TokenBlock, scale: float = 1.0) -> None:
-    """Write `x_b` [m heads, C, ...] times `scale` to the rows of a block's tokens."""
+    """Write `x_b` [m * heads, C, ...] times `scale` to the rows of `to` for the tokens of a block."""
     x = x_b.unflatten(0, (-1, to.shape[1])).transpose(1, 2)
     rows = torch.mul(x, scale, out=to.new_empty(x.shape))
     to.index_copy_(0, block.write, rows.flatten(0, 1))

@@ -1,13 +1,13 @@
-"""Moves the tokens of a layer to the ranks of their experts, and the results back. No token is dropped.
+"""Dispatch of a layer's tokens to the ranks of their experts, and of the results back. No token is dropped.
 
 Each rank routes its local tokens. A *pair* is a token with one of its chosen experts. A *row* is a token at a rank that
-has some of its experts; it is sent once, even if there are several:
+has some of its experts; it is sent once, even if the rank has several of its experts:
 
     local tokens --take--> rows by rank --all-to-all--> rows --take--> pairs by expert --experts--> results of pairs
     local tokens <--sum--- rows by rank <--all-to-all-- rows <--sum--- results of pairs
 
-`take` copies rows and `sum` adds copies up. Each is the other's adjoint, so a backward pass is the same moves in
-reverse. Rows arrive in the order of ranks: if these have consecutive tokens, an expert sees them in the same order as
+`take` copies rows and `sum` adds copies up. Each is the adjoint of the other, so a backward pass reverses the
+exchange. Rows arrive in the order of ranks: if ranks have consecutive tokens, an expert sees them in the same order as
 in a single process.
 
 With ep ranks and k experts per token, uniform routing sends ep (1 - (1 - 1/ep)^k) rows per token, of which one in ep
@@ -34,33 +34,33 @@ from torch.autograd.function import once_differentiable
 
 
 def block(experts: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return the experts [start, stop) of a rank. The sizes of blocks differ by at most one expert."""
+    """Return the experts [start, stop) of `rank`. The numbers of experts of any two ranks differ by at most one."""
     return experts * rank // ranks, experts * (rank + 1) // ranks
 
 
 class Copies(NamedTuple):
-    """Copies of rows. All tensors are int64."""
+    """The copies of each row, as index tensors (int64)."""
 
     rows: Tensor
-    """[copies], the row of each copy."""
+    """Row of each copy, [copies]."""
     order: Tensor
-    """[copies], the copies sorted by row."""
+    """Copies sorted by row, [copies]."""
     starts: Tensor
-    """[rows], the place in `order` of each row's first copy."""
+    """Position in `order` of each row's first copy, [rows]."""
 
     @classmethod
     def of(cls, rows: Tensor, order: Tensor, counts: Tensor) -> Copies:
-        """Return the copies of rows, of which each has `counts` [rows]."""
+        """Return the `Copies` of rows, where `counts` [rows] is the number of copies of each row."""
         return cls(rows, order, counts.cumsum(0) - counts)
 
 
 def take(x: Tensor, copies: Copies) -> Tensor:
-    """Copy rows `x` [rows, width]: [copies, width]."""
+    """Copy rows of `x` [rows, width] and return the copies [copies, width]."""
     return _Moved.apply(x, copies, False)  # pyright: ignore[reportReturnType]
 
 
 def add_up(x: Tensor, copies: Copies) -> Tensor:
-    """Add up the copies `x` [copies, width] of each row: [rows, width]."""
+    """Add up the copies `x` [copies, width] of each row and return the sums [rows, width]."""
     return _Moved.apply(x, copies, True)  # pyright: ignore[reportReturnType]
 
 
@@ -81,7 +81,7 @@ def _moved(x: Tensor, copies: Copies, adds: bool) -> Tensor:
         return x.index_select(0, copies.rows)
     if not len(x):
         return x.new_zeros(len(copies.starts), x.shape[1])
-    # It adds in a fixed order and in fp32; `index_add_` on a GPU does neither.
+    # `embedding_bag` adds in a fixed order and in fp32; `index_add_` on a GPU does neither.
     return F.embedding_bag(copies.order, x, copies.starts, mode="sum")
 
 
@@ -95,7 +95,7 @@ class RowExchange:
 
     @property
     def back(self) -> RowExchange:
-        """The exchange in the opposite direction."""
+        """The same exchange in the opposite direction."""
         return RowExchange(self.group, self.received, self.sent)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class RowExchange:
         return _Exchanged.apply(x, self)  # pyright: ignore[reportReturnType]
 
     def run(self, x: Tensor) -> Tensor:
-        """Do the same without autograd."""
+        """Send `x` [sent, width] and return the received rows [received, width], without autograd."""
         out = x.new_empty(sum(self.received), *x.shape[1:])
         dist.all_to_all_single(out, x.contiguous(), list(self.received), list(self.sent), group=self.group)
         return out
@@ -122,7 +122,7 @@ class _Exchanged(torch.autograd.Function):
 
 
 class Sizes(NamedTuple):
-    """Sizes of a dispatch on one rank: rows sent to each rank, rows received from each, and pairs received."""
+    """Sizes of a dispatch on one rank: rows sent to each rank, rows received from each rank, and pairs received."""
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
@@ -138,7 +138,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Dispatch:
-    """The moves of a rank's tokens in one layer and micro-batch.
+    """Dispatch of a rank's tokens in one layer and micro-batch.
 
     Attributes:
         chosen: int64 [tokens, k], the experts of each token.
@@ -158,24 +158,24 @@ class Dispatch:
 
     @cached_property
     def host_ends(self) -> tuple[int, ...]:
-        """`ends` on the host, which waits for them once."""
+        """`ends` on the host; the first access waits for the device."""
         return _read(self.ends, len(self.choice))
 
     @classmethod
     def of(cls, chosen: Tensor, experts: int, group: dist.ProcessGroup, imbalance: float = 1.0) -> Dispatch:
-        """Return the moves of local tokens. Collective if `group` has several ranks.
+        """Return the dispatch of local tokens. This is a collective call if `group` has several ranks.
 
         Args:
             chosen: int64 [tokens, k], the experts of each token.
             experts: number of experts.
             group: the ranks over which experts are divided.
-            imbalance: see `Sizes.expected`; used for tensors on the device `meta`.
+            imbalance: received pairs relative to the mean, used for tensors on the device `meta`.
         """
         ranks = group.size()
         local = block(experts, group.rank(), ranks)
         if ranks == 1:
             return cls(chosen, None, None, *_by_expert(chosen, local, experts, chosen.numel()))
-        owner = (chosen * ranks + (ranks - 1)) // experts  # The inverse of `block`.
+        owner = (chosen * ranks + (ranks - 1)) // experts  # The owner is the inverse of `block`.
         to_rank = chosen.new_zeros(len(chosen), ranks, dtype=torch.bool).scatter_(1, owner, True)
         sizes = _sizes(owner, to_rank, group, imbalance)
         exchange = RowExchange(group, sizes.sent, sizes.received)
@@ -192,17 +192,15 @@ class Dispatch:
         return self.exchange(take(x, self.rows))
 
     def combine(self, x: Tensor) -> Tensor:
-        """Send the results `x` [received, width] of rows back, and return their sum for each local token
-        [tokens, width].
-        """
+        """Send the results `x` [received, width] back, and return their sum for each local token, [tokens, width]."""
         if self.rows is None or self.exchange is None:
             return x
         return add_up(self.exchange.back(x), self.rows)
 
 
 def _sizes(owner: Tensor, to_rank: Tensor, group: dist.ProcessGroup, imbalance: float) -> Sizes:
-    """Exchange the sizes of a dispatch and wait for them. `owner`: int64 [tokens, k], the rank of each chosen expert;
-    `to_rank`: bool [tokens, ranks], whether a token is sent to each rank.
+    """Exchange the sizes of a dispatch and wait for the result. `owner`: int64 [tokens, k], the rank of each chosen
+    expert; `to_rank`: bool [tokens, ranks], whether a token is sent to each rank.
     """
     tokens, ranks = to_rank.shape
     if owner.is_meta:
@@ -236,7 +234,7 @@ def _by_expert(chosen: Tensor, local: tuple[int, int], experts: int, pairs: int)
         Copies of rows, the index of each pair in `chosen`, and where the pairs of each expert end.
     """
     start, stop = local
-    expert = (chosen - start) % experts  # Local experts are numbered from 0, others follow.
+    expert = (chosen - start) % experts  # Local experts are numbered from 0; other experts follow.
     choice = expert.flatten().argsort(stable=True)[:pairs].clone()
     counts = chosen.new_zeros(experts).scatter_(0, expert.flatten(), 1, reduce="add")[: stop - start]
     copies = Copies.of(choice // chosen.shape[1], choice.argsort(), (expert < stop - start).sum(1))

@@ -4,7 +4,7 @@ Whether an element is dropped depends only on the run's seed, its layer, its tok
 same on every rank, in every layout, micro-batch and order of tokens, after a resume, and when it is recomputed, as in
 the backward pass, which saves no mask.
 
-    id of a token      64 mixed bits of its sample and its place there (`megatron_hetero.data.token_ids`)
+    id of a token      64 mixed bits of its sample and its position there (`megatron_hetero.data.token_ids`)
     key of a layer     64 bits of seed and name, odd
     row [S]            the upper half of id * key, by multiply-shift hashing (Dietzfelbinger et al. 1997)
     column [in]        32 mixed bits of the column's number in the whole layer
@@ -14,7 +14,7 @@ the backward pass, which saves no mask.
 functions"). Its other two shifts are not needed, because rows and columns are already mixed, and the highest bits of
 the result decide. Two tokens have the same mask in a layer if their rows are equal: one pair in 2**32.
 
-Projections in one parameter, such as queries, keys and values, share a mask; `peft` draws one for each.
+Projections in one parameter, such as queries, keys and values, share a mask; `peft` draws one mask for each.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STEP, _FIRST, _SECOND = (np.uint64(each) for each in (0x9E3779B97F4A7C15, 0xBF5
 
 
 def mixed_bits(*fields: np.ndarray | int) -> np.ndarray:
-    """Return a 64-bit hash of `fields`, integers that are broadcast: int64, by SplitMix64 (Steele et al. 2014, OOPSLA)
+    """Return a 64-bit hash, int64, of `fields`, integers that are broadcast, by SplitMix64 (Steele et al. 2014, OOPSLA)
     of one field after the other.
     """
     state = np.zeros(1, np.uint64)
@@ -64,7 +64,7 @@ class TokenIds:
         return self.values[rank]
 
     def by_chunk(self, chunks: Sequence[int]) -> Tensor:
-        """Return the ids of all tokens, chunk by chunk and within a chunk rank by rank. `chunks`: sizes on a rank."""
+        """Return the ids of all tokens, chunk by chunk and within a chunk rank by rank. `chunks`: sizes per rank."""
         if len(self.values) == 1:
             return self.values[0]
         key = tuple(chunks)
@@ -73,12 +73,12 @@ class TokenIds:
         return self._by_chunk[key]
 
     def of_units(self, unit: int) -> TokenIds:
-        """Return the ids of units of `unit` tokens."""
+        """Return the ids of units of `unit` consecutive tokens: the id of the first token of each unit."""
         return TokenIds(self.values[:, ::unit])
 
 
 def ids_of_chunks(ids: TokenIds | None, chunks: Sequence[Tensor]) -> Iterator[TokenIds | None]:
-    """Yield the ids of each chunk of the tokens, on all tp ranks."""
+    """Yield the ids of the tokens of each chunk on all tp ranks, or None for each chunk if `ids` is None."""
     if ids is None:
         yield from [None] * len(chunks)
     else:
@@ -101,13 +101,13 @@ class Dropout:
 
     @classmethod
     def of(cls, p: float, seed: int, layer: str, first: int) -> Self:
-        """Return the dropout of the layer with this name in a run with this seed."""
+        """Return the dropout of the layer named `layer` in a run with this `seed`."""
         digest = hashlib.sha256(f"dropout {seed} {layer}".encode()).digest()
         return cls(p, int.from_bytes(digest[:8], "little", signed=True) | 1, first)
 
     @property
     def scale(self) -> float:
-        """Factor for the remaining elements."""
+        """Factor by which the remaining elements are multiplied."""
         return 1 / (1 - self.p)
 
     @property
@@ -116,13 +116,13 @@ class Dropout:
         return round(self.p * 2**32) - 2**31
 
     def linear(self, x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-        """Drop elements of `x` [S, 1, in], without applying `scale`, and multiply by `weight` [out, in]: [S, 1, out].
-        `ids`: ids of the tokens, int64 [S].
+        """Drop elements of `x` [S, 1, in], without applying `scale`, and multiply by `weight` [out, in]. Return [S, 1,
+        out]. `ids`: ids of the tokens, int64 [S].
         """
         return _DroppedLinear.apply(x, weight, self.rows(ids), self)  # pyright: ignore[reportReturnType]
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return the hashed row of each token, int32 [S]."""
+        """Return the hash of each token, int32 [S]."""
         return ((ids * self.key) >> 32).to(torch.int32)
 
     def dropped(self, rows: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
@@ -134,17 +134,17 @@ class Dropout:
 
 @lru_cache(maxsize=64)
 def _columns(first: int, width: int, device: torch.device) -> Tensor:
-    """Return the hashed columns from number `first` on, int32 [width]."""
+    """Return the hash of each of `width` columns, starting at number `first`: int32 [width]."""
     bits = mixed_bits(np.arange(first, first + width))
     with torch.inference_mode(False):
         return on_device(torch.from_numpy((bits >> 32).astype(np.int32)), device)
 
 
 def _zeroed(rows: Tensor, columns: Tensor, threshold: int, *xs: Tensor) -> tuple[Tensor, ...]:
-    """Set dropped elements to zero; a single pass over memory if compiled."""
+    """Return `xs` with dropped elements set to zero, in a single pass over memory if compiled."""
     bits = rows.view(-1, 1, 1) ^ columns
     bits *= 0x7FEB352D
-    bits ^= bits >> 15  # An arithmetic shift: a number and its complement become equal.
+    bits ^= bits >> 15  # The shift is arithmetic, which maps a number and its complement to one value.
     bits *= 0x846CA68B - 2**32
     is_dropped = bits < threshold
     return tuple(x.masked_fill(is_dropped, 0) for x in xs)
@@ -164,7 +164,7 @@ class _DroppedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad_x = product(grad, weight) if ctx.needs_input_grad[0] else None
         grad_weight = None
-        # In one call, which computes the mask once.
+        # Drop elements of both tensors in one call, which computes the mask once.
         dropped = iter(ctx.dropout.dropped(ctx.rows, *(each for each in (grad_x, x) if each is not None)))
         if grad_x is not None:
             grad_x = next(dropped)

@@ -1,4 +1,4 @@
-"""Ends of modules, as values and as torch modules: patch and token embeddings, mergers, heads."""
+"""Ends of modules, described as values, and their torch modules: patch and token embeddings, mergers, heads."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class PatchEmbedding(Part):
         return torch.Size(self.dims).numel()
 
     def tensors(self) -> TensorShapes:
-        """Return the weight and the bias, if any."""
+        """Return the shapes of the weight and of the bias, if any."""
         shapes: TensorShapes = {"proj.weight": (self.hidden, *self.dims)}
         return shapes | ({"proj.bias": (self.hidden,)} if self.bias else {})
 
     def slices(self, stored: str, share: Share) -> WeightMap:
-        """Return the whole tensors on every rank."""
+        """Return the weight map, with the whole tensors on every rank."""
         return {kind: whole(f"{stored}proj.{kind}", self.hidden) for kind in kinds(self.bias)}
 
     def operations(self, tokens: Tokens) -> Operations:
-        """Count one product."""
+        """Return the FLOPs of one product per patch."""
         return Operations(2 * tokens.total * self.elements * self.hidden)
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
@@ -67,8 +67,8 @@ class Merger(Part):
     Attributes:
         hidden: width of a patch.
         unit: patches per unit.
-        out: width of the output, a row.
-        norm: the norm, whose width is that of a patch or of a unit.
+        out: width of an output row.
+        norm: the norm, whose width is the width of a patch or of a unit.
         stored: names of the norm and of the two linear layers.
     """
 
@@ -84,7 +84,7 @@ class Merger(Part):
         return self.hidden * self.unit
 
     def tensors(self) -> TensorShapes:
-        """Return the norm and both linear layers."""
+        """Return the shapes of the norm and of both linear layers."""
         norm, fc1, fc2 = self.stored
         return {f"{norm}.{kind}": shape for kind, shape in self.norm.tensors().items()} | {
             f"{fc1}.weight": (self.width, self.width),
@@ -94,7 +94,7 @@ class Merger(Part):
         }
 
     def slices(self, stored: str, share: Share) -> WeightMap:
-        """Split the first layer by rows, the second by columns."""
+        """Return the weight map of a rank: rows of the first layer and columns of the second."""
         norm, fc1, fc2 = (stored + name for name in self.stored)
         local, _ = share_of(self.width, *share)
         return {
@@ -106,7 +106,7 @@ class Merger(Part):
         }
 
     def operations(self, tokens: Tokens) -> Operations:
-        """Count two products per unit."""
+        """Return the FLOPs of two products per unit."""
         return Operations(2 * (tokens.total // self.unit) * (self.width * self.width + self.width * self.out))
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
@@ -125,7 +125,7 @@ class PatchMerger(torch.nn.Module):
         self.linear_fc2 = site.row_linear(self.width, merger.out, bias=True)
 
     def forward(self, patches: Tensor, ids: TokenIds | None = None) -> Tensor:
-        """Merge patches [S, 1, hidden] to rows [S / unit, out]. `ids`: ids of patches, for dropout."""
+        """Merge `patches` [S, 1, hidden] into rows [S / unit, out]. `ids`: ids of patches, for dropout."""
         units = self.norm(patches.view(-1, 1, self.normed)).view(-1, 1, self.width)
         ids = ids and ids.of_units(self.unit)
         hidden, _ = first_in_chunks(self.linear_fc1, units, (len(units),), ids=ids)
@@ -142,11 +142,11 @@ class TokenEmbedding(Part):
     parameter: ClassVar[str] = "word_embeddings.weight"
 
     def tensors(self) -> TensorShapes:
-        """Return the table."""
+        """Return the shape of the embedding table."""
         return {"weight": (self.vocab, self.hidden)}
 
     def slices(self, stored: str, share: Share) -> WeightMap:
-        """Split the rows of the table."""
+        """Return the weight map of a rank: its rows of the embedding table."""
         return {self.parameter: split_rows(f"{stored}weight", self.vocab, share)}
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
@@ -168,18 +168,18 @@ class _TokenEmbedding(torch.nn.Module):
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Embed `tokens` [S]: [S, 1, hidden], or [S / tp, 1, hidden] where activations are split over tp."""
+        """Embed `tokens` [S]. Return [S, 1, hidden], or [S / tp, 1, hidden] where activations are split over tp."""
         embedded = self.word_embeddings(tokens.unsqueeze(0))
         return embedded if self.splits_activations else embedded.transpose(0, 1).contiguous()
 
 
 class Head(TokenEmbedding):
-    """A linear layer without bias to the logits of `vocab` tokens. Its weight is stored like an embedding."""
+    """Output layer without bias, for the logits of `vocab` tokens. Its weight is stored like an embedding table."""
 
     parameter = "weight"
 
     def operations(self, tokens: Tokens) -> Operations:
-        """Count one product per supervised token."""
+        """Return the FLOPs of one product per supervised token."""
         return Operations(2 * tokens.supervised * self.hidden * self.vocab)
 
     def build(self, site: Site, number: int) -> torch.nn.Module:

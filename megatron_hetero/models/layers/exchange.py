@@ -9,7 +9,7 @@ Shape suffixes:
     scatter_columns   [n, c] -> [N, C]   each member gets its columns of all tokens; columns of members may overlap
     gather_columns    [N, C] -> [n, c]   each member gets all columns of its tokens, member after member
 
-Each is one all-to-all in the forward and one in the backward pass. Every member knows all lengths and columns, so that
+Each function is one all-to-all in each pass. Every member knows all lengths and columns, so that
 members without tokens or columns join the same exchanges.
 
 The method is Ulysses (Jacobs et al. 2023, arXiv 2309.14509), extended to uneven numbers of heads.
@@ -29,16 +29,16 @@ from torch.autograd.function import once_differentiable
 from megatron_hetero.hf.weight_map import Interval
 
 Columns = tuple[Interval, ...]
-"""Ranges of columns, one after the other."""
+"""Ranges of columns, which are concatenated in this order."""
 
 
 def width_of(columns: Columns) -> int:
-    """Return the number of columns."""
+    """Return the number of columns in `columns`."""
     return sum(stop - start for start, stop in columns)
 
 
 def even_ranges(size: int, members: int) -> tuple[Interval, ...]:
-    """Divide `size` into one range per member, as evenly as possible, with a longest range first.
+    """Divide `size` into one range per member, as evenly as possible. No range is longer than the first one.
 
     >>> even_ranges(4, 3)
     ((0, 2), (2, 3), (3, 4))
@@ -48,8 +48,8 @@ def even_ranges(size: int, members: int) -> tuple[Interval, ...]:
 
 
 def connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Exchange a number between all members. On NCCL the first exchange connects them and makes their hosts wait for
-    each other, which must not happen inside a step. `Topology.build` calls this for modules in `exchanging`.
+    """Exchange a number between all members. On NCCL the first exchange connects the members and makes their hosts wait
+    for each other, which must not happen inside a step. `Topology.build` calls this for modules in `exchanging`.
     """
     sent = torch.zeros(group.size(), device=device)
     dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
@@ -58,12 +58,12 @@ def connect(group: dist.ProcessGroup, device: torch.device) -> None:
 def scatter_columns(
     x_nc: Tensor, columns: Sequence[Columns], lengths: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """Send each member its `columns`; returns [N, C], member after member. `lengths`: tokens of each member."""
+    """Send each member its `columns`. Return [N, C] in the order of members. `lengths`: tokens of each member."""
     return _Scatter.apply(x_nc, columns, lengths, group)  # pyright: ignore[reportReturnType]
 
 
 def gather_columns(x_NC: Tensor, widths: Sequence[int], lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Send each member the columns of its tokens; returns [n, sum of `widths`]. `widths`: columns of each member."""
+    """Send each member the columns of its tokens. Return [n, sum of `widths`]. `widths`: columns of each member."""
     return _Gather.apply(x_NC, widths, lengths, group)  # pyright: ignore[reportReturnType]
 
 
@@ -100,7 +100,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _scattered(x: Tensor, columns: Sequence[Columns], lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Return [N, C]."""
+    """Send each member its `columns` of `x`, and return the received columns [N, C]."""
     widths, tokens = list(map(width_of, columns)), len(x)
     sent = x.new_empty(tokens * sum(widths))
     for buffer, each in zip(_by_width(sent, tokens, widths), columns, strict=True):

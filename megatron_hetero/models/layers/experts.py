@@ -1,13 +1,13 @@
-"""Mixture-of-experts MLPs, as a value and as a torch module: a router chooses k experts for each token.
+"""Mixture-of-experts MLPs, described as a value, and their torch module. A router chooses k experts for each token.
 
     hidden -> router -> softmax -> top k, normalised -> dispatch -> experts -> combine
 
-Blocks of experts are divided over the ranks of the view `EXPERTS`. A rank has the whole matrices of its experts, which
-one grouped product multiplies. If the hidden states are replicated over tp, each tp rank routes its share of the
+Blocks of experts are divided over the ranks of the view `EXPERTS`. A rank stores whole matrices of its experts and
+multiplies them in one grouped product. If hidden states are replicated over tp, each tp rank routes its share of the
 tokens. Padding is never routed. The routing weight is applied to an expert's hidden activations before its last matrix,
-so that the expert's output need not be saved; of the inputs of experts only the received rows are saved.
+so that the expert's output need not be saved. Of the experts' inputs, only the received rows are saved.
 
-Terms are those of `dispatch`: a *pair* is a token with one of its experts, a *row* a token at a rank.
+As in `dispatch`, a *pair* is a token with one of its experts, and a *row* is a token at a rank.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ class ExpertMLP(MLPPart):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Widths that are split over tp."""
+        """Widths of matrices that are split over tp: only the width of the shared MLP, if any."""
         return () if self.shared is None else self.shared.widths
 
     @property
     def first_product(self) -> int:
-        """Operations per token of the experts' first matrices."""
+        """FLOPs per token of the first matrices of the chosen experts and of the shared MLP."""
         return 2 * self.top_k * 2 * self.hidden * self.ffn + (0 if self.shared is None else self.shared.first_product)
 
     def tensors(self) -> TensorShapes:
-        """Return the router's weight, the matrices of each expert, and the shared MLP."""
+        """Return the shapes of stored tensors: the router, the matrices of each expert, and the shared MLP."""
         wide = (self.ffn, self.hidden)
         kinds = {"gate_proj": wide, "up_proj": wide, "down_proj": wide[::-1]}
         result = {f"{self.stored}gate.weight": (self.experts, self.hidden)}
@@ -85,8 +85,8 @@ class ExpertMLP(MLPPart):
         return f"{self.stored}experts.{expert}.{kind}.weight"
 
     def weight_map(self, stored: str, share: Share, view: str = MAIN) -> WeightMap:
-        """Return the router and the shared MLP in the main view. In the view of experts return the matrices of this
-        share's experts, one expert after the other: gate above up, and down.
+        """Return the weight map of `view`: in the main view, the router and the shared MLP; in the view of experts, the
+        matrices of the experts of this share in order, with gate above up in one parameter and down in another.
         """
         if view == EXPERTS.name:
             return named("experts", self._expert_slices(stored, range(*block(self.experts, *share))))
@@ -109,25 +109,25 @@ class ExpertMLP(MLPPart):
         return {"first": tuple(first), "second": tuple(second)}
 
     def operations(self, tokens: Tokens) -> Operations:
-        """Count the products with the weights of the router, the chosen experts, and the shared MLP."""
+        """Return the FLOPs of the products with the weights of the router, the chosen experts, and the shared MLP."""
         linear = tokens.total * 2 * (self.experts + self.top_k * 3 * self.ffn) * self.hidden
         if self.shared is not None:
             linear += self.shared.operations(tokens).linear + 2 * tokens.total * self.hidden
         return Operations(linear)
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
-        """Build the torch module."""
+        """Build the torch module of this MLP."""
         return ExpertMLPModule(self, site, number)
 
 
 class ExpertMLPModule(torch.nn.Module):
     """Torch module of an `ExpertMLP`.
 
-    `imbalance`: see `Sizes.expected`.
+    `imbalance`: load of this rank's experts relative to the mean, which is assumed on the device `meta`.
     """
 
     imbalance = 1.0
-    # Allocated on the device of the first input, since modules may be built on PyTorch's device `meta`.
+    # Loads are allocated on the device of the first input, since modules may be built on PyTorch's device `meta`.
     _loads: Tensor | None = None
 
     def __init__(self, part: ExpertMLP, site: Site, number: int):
@@ -173,7 +173,7 @@ class ExpertMLPModule(torch.nn.Module):
         """Apply the experts to this rank's tokens `hidden` [tokens, 1, hidden]; the result is zero for padding."""
         first = len(hidden) * self.tp.rank()
         count = max(0, min(call.tokens - first, len(hidden)))
-        tokens = (hidden[:count] if count < len(hidden) else hidden).squeeze(1)  # A slice's gradient is a copy.
+        tokens = (hidden[:count] if count < len(hidden) else hidden).squeeze(1)  # Slicing would copy the gradient.
         dispatch, weights = self._route(tokens, call, first)
         rows, weights = dispatch.send(tokens), dispatch.send(weights)
         weights = weights.flatten().index_select(0, dispatch.choice)
@@ -183,7 +183,7 @@ class ExpertMLPModule(torch.nn.Module):
 
     def _route(self, tokens: Tensor, call: LayerCall, first: int) -> tuple[Dispatch, Tensor]:
         """Choose experts for `tokens` [tokens, hidden], which begin with token `first` of the shard. A recomputation
-        reuses the choice of the first forward pass. Returns the dispatch and the routing weights [tokens, k].
+        reuses the choice of the first forward pass. Return the dispatch and the routing weights [tokens, k].
         """
         logits = F.linear(tokens, self.router)
         probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
@@ -208,7 +208,7 @@ class ExpertMLPModule(torch.nn.Module):
 
 
 class _Experts(torch.nn.Module):
-    """The experts of this rank. A separate module, since ZeRO 2 and 3 shard the weights of each view by module."""
+    """The experts of this rank, in a separate module because ZeRO 2 and 3 shard the weights of each view by module."""
 
     def __init__(self, part: ExpertMLP, experts: int, site: Site, options: dict[str, Any]):
         super().__init__()
@@ -218,7 +218,7 @@ class _Experts(torch.nn.Module):
 
     def forward(self, rows: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
         """Apply the experts to the pairs of `rows` [rows, hidden] with routing `weights` [pairs]: [pairs, hidden]."""
-        # Inside this module, since `not_saving` does not recognise tensors that FSDP2 has passed on.
+        # Copy rows inside this module, since `not_saving` does not recognise tensors that FSDP2 has passed on.
         x = recompute(lambda rows: take(rows, dispatch.pairs), rows)
         first, second = self._matrices("first"), self._matrices("second")
         widths = (*first.weight.shape[1:], second.weight.shape[2])
@@ -234,7 +234,7 @@ class _Experts(torch.nn.Module):
             return grouped_linear(inner, second, ends)
 
     def _matrices(self, name: str) -> Matrices:
-        """Return the matrices in the parameter `name` by expert, with the matrices of its adapter."""
+        """Return the parameter `name` as one matrix per expert, with the matrices of its adapter, if any."""
         weight, lora = getattr(self, name), cast(ExpertsLowRank | None, getattr(self, f"{name}_lora", None))
         if lora is None:
             return Matrices(self._by_expert(weight))
@@ -244,16 +244,16 @@ class _Experts(torch.nn.Module):
         return matrices.view(self.experts, -1, matrices.shape[1])
 
     def _inner(self, wide: Tensor, weights: Tensor) -> Tensor:
-        """Return the activation [pairs, ffn] of gate and up [pairs, 2 ffn], times `weights` [pairs]."""
+        """Return the activated gate times up, [pairs, ffn], for `wide` [pairs, 2 ffn], times `weights` [pairs]."""
         inner = run(activated, wide, F.silu, True) if self.compiled else swiglu(wide)
         return inner * weights[:, None]
 
 
 def chunks(ends: Sequence[int], limit: int) -> list[tuple[slice, slice, bool]]:
-    """Divide experts, whose rows end at `ends`, into chunks of at most `limit` rows. A chunk has some experts with all
-    of their rows, or a single expert with some of its rows.
+    """Divide experts, whose rows end at `ends`, into chunks of at most `limit` rows. A chunk has all rows of some
+    experts, or some rows of a single expert.
 
-    Returns for each chunk its experts, its rows, and whether it continues the expert of the previous chunk.
+    Return for each chunk its experts, its rows, and whether it continues the expert of the previous chunk.
     """
     result, first, start = list[tuple[slice, slice, bool]](), 0, 0
     while first < len(ends):
@@ -273,8 +273,8 @@ def _inside(ends: Ends, experts: slice, rows: slice) -> Ends:
 
 
 class _Chunked(torch.autograd.Function):
-    """Computes experts chunk by chunk and saves only the inputs. If an expert has several chunks, their products for
-    its weight gradient are summed in fp32.
+    """Autograd function that computes experts chunk by chunk and saves only its inputs. If an expert has several
+    chunks, its weight gradient is summed over the chunks in fp32.
 
     `plan`: the chunks, `ends`, the activation function, and the scales of the adapters. `matrices`: weight, A and B of
     the first and then of the second parameter.
@@ -323,6 +323,6 @@ class _Chunked(torch.autograd.Function):
 
 
 def _layers(matrices: Sequence[Any], scales: tuple[float, float]) -> list[Matrices]:
-    """Return the matrices of the first and of the second parameter."""
+    """Return `matrices` (weight, A and B of two parameters) as `Matrices` of the first and of the second parameter."""
     (weight, a, b), (other_weight, other_a, other_b) = matrices[:3], matrices[3:]
     return [Matrices(weight, a, b, scales[0]), Matrices(other_weight, other_a, other_b, scales[1])]

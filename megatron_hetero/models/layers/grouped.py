@@ -2,7 +2,7 @@
 
     out = W x + scale * B A x        for each row x, with the W (and A and B, if any) of its group
 
-A [r, in] and B [out, r] are low-rank matrices beside W [out, in] (`low_rank`).
+A [r, in] and B [out, r] are the low-rank matrices of an adapter of W [out, in] (`low_rank`).
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 Ends = Tensor | Sequence[int]
-"""Where the rows of each group end: int32 [groups] on the device for a single kernel, or numbers on the host for one
+"""Where the rows of each group end: int32 [groups] on the device for a single kernel, or integers on the host for one
 product per group.
 """
 
 
 class Matrices(NamedTuple):
-    """The matrices of groups, with low-rank ones if there are adapters."""
+    """The weight matrix of each group, with low-rank matrices if there are adapters."""
 
     weight: Tensor
-    """[groups, out, in]."""
+    """Weights W, [groups, out, in]."""
     a: Tensor | None = None
-    """[groups, r, in]."""
+    """Low-rank matrices A, [groups, r, in]."""
     b: Tensor | None = None
-    """[groups, out, r]."""
+    """Low-rank matrices B, [groups, out, r]."""
     scale: float = 1.0
 
     def of(self, groups: slice) -> Matrices:
@@ -46,18 +46,18 @@ class Matrices(NamedTuple):
         return _with_products(out, low, self.b.transpose(1, 2), ends), low
 
     def low(self, x: Tensor, ends: Ends) -> Tensor | None:
-        """Return scale * A x [rows, r]."""
+        """Return scale * A x [rows, r], or None without adapters."""
         return None if self.a is None else self._scaled(products(x, self.a.transpose(1, 2), ends))
 
     def backward(self, grad: Tensor, ends: Ends) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of x and of A x."""
+        """Return the gradients of x and of A x, given the gradient `grad` of the output."""
         grad_x, grad_low = products(grad, self.weight, ends), self.backward_low(grad, ends)
         if grad_low is None or self.a is None:
             return grad_x, None
         return _with_products(grad_x, grad_low, self.a, ends), grad_low
 
     def backward_low(self, grad: Tensor, ends: Ends) -> Tensor | None:
-        """Return the gradient of A x."""
+        """Return the gradient of A x, given the gradient `grad` of the output; None without adapters."""
         return None if self.b is None else self._scaled(products(grad, self.b, ends))
 
     def gradients(
@@ -84,8 +84,8 @@ class Matrices(NamedTuple):
 
 
 def grouped_linear(x: Tensor, matrices: Matrices, ends: Ends) -> Tensor:
-    """Multiply rows `x` [rows, in] by the matrices of their group: [rows, out]. `ends`: where the rows of each group
-    end; the last group ends at the last row.
+    """Multiply each row of `x` [rows, in] by the matrices of its group. Return [rows, out]. `ends`: where the rows of
+    each group end; the last group ends at the last row.
     """
     return _GroupedLinear.apply(x, ends, matrices.scale, *matrices[:3])  # pyright: ignore[reportReturnType]
 
@@ -113,7 +113,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def products(x: Tensor, matrices: Tensor, ends: Ends) -> Tensor:
-    """Multiply rows `x` [rows, in] by `matrices` [groups, in, out]: [rows, out]."""
+    """Multiply rows `x` [rows, in] by the matrix of their group in `matrices` [groups, in, out]: [rows, out]."""
     if isinstance(ends, Tensor) and not x.is_meta:
         return F.grouped_mm(x, matrices, offs=ends)
     out = x.new_empty(len(x), matrices.shape[2])
@@ -135,9 +135,9 @@ def outer_products(grad: Tensor, x: Tensor, ends: Ends, weight: Tensor) -> Tenso
 
 
 def is_grouped(x: Tensor, *widths: int) -> bool:
-    """Whether PyTorch multiplies groups of rows in a single kernel, which requires rows aligned to 16 bytes. On GPUs
-    there is one for bfloat16 on compute capabilities 9 and 10 (`_grouped_mm_cuda` of GroupedBlas.cpp at v2.11); on
-    others `F.grouped_mm` loops over groups and synchronises in each.
+    """Return whether PyTorch multiplies groups of rows in a single kernel, which requires rows aligned to 16 bytes.
+    GPUs of compute capability 9 and 10 have a kernel for bfloat16 (`_grouped_mm_cuda` of GroupedBlas.cpp at v2.11); on
+    other GPUs `F.grouped_mm` loops over groups and synchronises in each iteration.
     """
     if any(width * x.element_size() % 16 for width in widths):
         return False
@@ -156,6 +156,6 @@ def _with_products(out: Tensor, x: Tensor, matrices: Tensor, ends: Ends) -> Tens
 
 
 def _groups(ends: Ends) -> list[slice]:
-    """Return the rows of each group."""
+    """Return the range of rows of each group."""
     assert not isinstance(ends, Tensor), "ends are on the host"
     return [slice(*bounds) for bounds in pairwise((0, *ends))]

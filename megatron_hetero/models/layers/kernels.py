@@ -12,7 +12,7 @@ Shape suffixes:
     torch_flash   one launch for all segments, by PyTorch's flash kernel
     bucketed      one call of PyTorch's fused attention per shape of segment, on any device and in any precision
 
-The choice between them is pure and needs no GPU.
+The choice of a kernel is a pure function, which needs no GPU.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ PACKAGES = {"flash_attn_3": FLASH_ATTN_3, "flash_attn": FLASH_ATTN}
 
 
 class Kernel(Protocol):
-    """Attention inside each segment: [n, H, D]. Scores are scaled by 1 / sqrt(D). In causal segments the last query is
-    aligned with the last key.
+    """A function that computes attention inside each segment: [n, H, D]. Scores are scaled by 1 / sqrt(D). In causal
+    segments the last query is aligned with the last key.
     """
 
     def __call__(  # noqa: D102 (above)
@@ -57,7 +57,7 @@ class Kernel(Protocol):
 def choose_kernel(
     device: str, dtype: torch.dtype, head_dim: int, capability: tuple[int, int], installed: Collection[str]
 ) -> KernelName:
-    """Return the kernel for a device type and a GPU of a CUDA `capability`. `installed`: usable names of `PACKAGES`."""
+    """Return the kernel for a GPU of CUDA `capability` or another device. `installed`: names of usable packages."""
     fits = head_dim <= FLASH_HEAD_DIM and head_dim % FLASH_HEAD_MULTIPLE == 0
     if not fits or device != "cuda" or dtype not in HALF or capability < FLASH_CAPABILITY:
         return "bucketed"
@@ -68,7 +68,7 @@ def choose_kernel(
 
 @lru_cache
 def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
-    """Return the kernel for tensors on this device."""
+    """Return the attention kernel for this device, dtype and number of elements per head."""
     if device.type != "cuda":
         return bucketed
     installed = [name for name, package in PACKAGES.items() if not unusable(package, find(package))]
@@ -80,7 +80,7 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kerne
 
 
 def cuda_capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU; without one (`FakeTensorMode`) the lowest that supports all kernels."""
+    """Return the compute capability of a GPU; without a GPU, return the lowest one that supports all kernels."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else FLASH_CAPABILITY
 
 
@@ -162,7 +162,7 @@ def bucketed(
     outs = []
     for *inputs, bucket in zip(q_buckets, k_buckets, v_buckets, segments.buckets, strict=True):
         q, k, v = (x.unflatten(0, (bucket.segments, -1)).transpose(1, 2) for x in inputs)
-        # `is_causal` would align the first query and key. A single query sees all keys and needs no mask.
+        # Use a mask, since `is_causal` aligns the first query and key. A single query sees all keys and needs no mask.
         masked = causal and 1 < bucket.queries < bucket.keys
         mask = segments.causal_mask(bucket) if masked else None
         options = {"is_causal": causal and bucket.queries == bucket.keys, "enable_gqa": q.shape[1] != k.shape[1]}

@@ -3,7 +3,7 @@
 A new kind of attention or MLP is a subclass of `AttentionPart` or `MLPPart` whose torch module computes
 
     attention   (hidden [S, 1, hidden], table [2, n, D], params) -> (out [S, 1, hidden], bias to add)
-    MLP         (hidden [S, 1, hidden], `LayerCall`) -> the same
+    MLP         (hidden [S, 1, hidden], `LayerCall`) -> (out [S, 1, hidden], bias to add)
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class Layer:
 
     @property
     def views(self) -> tuple[str, ...]:
-        """Views to which its parameters belong."""
+        """Views to which the parameters of the layer belong."""
         return tuple(dict.fromkeys((*self.attention.views, *self.mlp.views)))
 
     def tensors(self) -> TensorShapes:
-        """Return the stored tensors by their names in the layer."""
+        """Return the shapes of stored tensors by their names in the layer."""
         norms = zip(self.norm_names, self.norms, strict=True)
         tensors = {f"{name}.{kind}": shape for name, norm in norms for kind, shape in norm.tensors().items()}
         return tensors | self.attention.tensors() | self.mlp.tensors()
 
     def weight_map(self, stored: str, share: Share, view: str = MAIN) -> WeightMap:
-        """Return the parameters, see `Part.weight_map`."""
+        """Return the parameters of `view` as slices of stored tensors; see `Part.weight_map`."""
         norms = [
             norm.weight_map(f"{stored}{name}.", share, view)
             for name, norm in zip(self.norm_names, self.norms, strict=True)
@@ -60,13 +60,13 @@ class Layer:
         }
 
     def operations(self, tokens: Tokens) -> Operations:
-        """Return the operations of a forward pass; norms count as none."""
+        """Return the FLOPs of a forward pass, not counting norms."""
         parts = [part.operations(tokens) for part in (self.attention, self.mlp)]
         return Operations(*map(sum, zip(*parts, strict=True)))
 
     def build(self, site: Site, number: int, *, whole: bool = False) -> LayerModule:
-        """Build the torch module. `number`: number in the whole module, from 0. `whole`: whether the backward pass
-        recomputes the whole layer from its input.
+        """Build the torch module. `number`: index of the layer in the whole module, from 0. `whole`: whether the
+        backward pass recomputes the whole layer from its input.
         """
         return LayerModule(self, site, number, whole=whole)
 
@@ -86,14 +86,14 @@ class LayerModule(torch.nn.Module):
     def forward(self, hidden: Tensor, table_2nD: Tensor, plan: Any, balance: Balance | None = None) -> Tensor:
         """Apply the layer to `hidden` [S, 1, hidden], or [S / tp, 1, hidden] where activations are split over tp.
 
-        A recomputation happens inside the layer, so that a wrapper gathers the weights once for it and the backward
-        pass.
+        Recomputation happens inside the layer, so that a wrapper gathers the weights only once for recomputation and
+        backward pass.
         """
         call = LayerCall(table_2nD.shape[1], balance, torch.is_grad_enabled(), plan.ids)
         if not (self.whole and self.training):
             return self._once(table_2nD, plan, call, hidden)
         if not hidden.requires_grad and any(p.requires_grad for p in self.parameters()):
-            # After frozen layers the input needs no gradient, without which `checkpoint` would compute none at all.
+            # After frozen layers the input needs no gradient, but `checkpoint` requires one to compute gradients.
             hidden = hidden.detach().requires_grad_(torch.is_grad_enabled())
         function: Any = partial(self._once, table_2nD, plan, call)
         return tensor_parallel.checkpoint(function, False, hidden)  # pyright: ignore[reportReturnType]

@@ -7,7 +7,7 @@ backward pass, and its gradient is reduced while the weight's gradient is comput
 arXiv 2205.05198), which adds the bias in a separate pass, and accumulates with kernels of apex or Transformer Engine.
 
 On a CPU PyTorch uses MKL for fp32, which needs Intel processors for full vectors: on a Zen 5 core it reaches
-97 GFLOP/s, oneDNN, which is part of PyTorch too, 220. oneDNN builds a kernel for each new shape in about a millisecond,
+97 GFLOP/s, and oneDNN, also in PyTorch, reaches 220. oneDNN builds a kernel for each new shape in about a millisecond,
 and is slower if a dim is as small as the rank of an adapter, so only larger products use it.
 """
 
@@ -25,13 +25,13 @@ from torch.autograd.function import once_differentiable
 from megatron_hetero.groups.megatron import tensor_parallel
 
 LEAST = 2**24
-"""Minimum number of multiplications of a product by oneDNN."""
+"""Minimum number of multiplications of a product that uses oneDNN."""
 NARROW = 64
-"""Dim below which oneDNN is slower."""
+"""Minimum size of each dim of a product that uses oneDNN, which is slower for smaller dims."""
 
 
 def product(x: Tensor, matrix: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Multiply `x` [..., in] by `matrix` [in, out] and add `bias` [out]: [..., out], in their dtype or in fp32.
+    """Return `x` [..., in] times `matrix` [in, out] plus `bias` [out]: [..., out], in `dtype` (default: as `x`).
 
     The result is not a view, so it can be modified in place. For use inside autograd functions only.
     """
@@ -49,7 +49,7 @@ def product(x: Tensor, matrix: Tensor, bias: Tensor | None = None, *, dtype: tor
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left` [m, k] times `right` [k, n] to `total` [m, n], in their dtype or in fp32."""
+    """Add `left` [m, k] times `right` [k, n] to `total` [m, n], which has their dtype or fp32."""
     if total.dtype != left.dtype and keeps_wide(total, total.dtype):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     elif total.dtype != left.dtype or _by_onednn(left, right):
@@ -59,7 +59,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def keeps_wide(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a product in `dtype` of factors with fewer bits is not rounded to their dtype, on the device of `x`."""
+    """Return whether products of lower-precision factors on the device of `x` are returned in `dtype` unrounded."""
     return x.is_cuda and dtype == torch.float32
 
 
@@ -71,7 +71,7 @@ def _by_onednn(left: Tensor, right: Tensor) -> bool:
 
 @cache
 def has_onednn() -> bool:
-    """Whether oneDNN is available and faster, which requires 512-bit vectors."""
+    """Return whether oneDNN is available and faster than MKL, which requires 512-bit vectors."""
     return torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
@@ -80,11 +80,11 @@ def _onednn(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def gradient_of_weight(parameter: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Return `left @ right` for autograd; or add it directly to the parameter's `main_grad`, and return a placeholder,
+    """Return the gradient `left @ right` of a weight; or add it directly to its `main_grad`, and return a placeholder,
     which Megatron's `DistributedDataParallel` ignores unless the parameter has other gradients too.
     """
     if not adds_to_main_grad(parameter, left.dtype):
-        if hasattr(parameter, "grad_added_to_main_grad"):  # It may be set from an earlier micro-batch.
+        if hasattr(parameter, "grad_added_to_main_grad"):  # An earlier micro-batch may have set it.
             parameter.grad_added_to_main_grad = False  # pyright: ignore[reportAttributeAccessIssue]
         return product(left, right)
     add_product(parameter.main_grad, left, right)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
@@ -105,7 +105,7 @@ def scaled_gradient(parameter: Tensor, gradient: Tensor, scale: Tensor) -> Tenso
 
 
 def adds_to_main_grad(parameter: Tensor, dtype: torch.dtype) -> bool:
-    """Whether products of factors of `dtype` can be added to the parameter's `main_grad` inside the product."""
+    """Return whether products of factors of `dtype` can be added to the parameter's `main_grad` inside the product."""
     total = _main_grad(parameter)
     return total is not None and (total.dtype == dtype or keeps_wide(total, total.dtype))
 
@@ -116,13 +116,13 @@ def _main_grad(parameter: Tensor) -> Tensor | None:
 
 
 def _is_shared(parameter: Tensor) -> bool:
-    """Whether an embedding and a head share this weight, by Megatron's mark."""
+    """Return whether an embedding and an output layer share this weight, according to Megatron's mark."""
     return getattr(parameter, "zero_out_wgrad", False)
 
 
 Sharing = Literal["split", "whole", "none"]
-"""How ranks share tokens over tp: each has some tokens (`split`); each has all tokens, whose gradients are partial sums
-(`whole`); or nothing is exchanged (`none`).
+"""How ranks share tokens over tp: each has some of the tokens (`split`); each has all tokens, and computes partial sums
+of their gradients (`whole`); or nothing is exchanged (`none`).
 """
 
 
@@ -155,7 +155,7 @@ class RowLinear(tensor_parallel.RowParallelLinear):
 
 
 class WholeLinear(torch.nn.Linear):
-    """Linear layer that is not split."""
+    """Linear layer whose weight is not split over tp."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [S, in] to [S, out]."""
@@ -167,8 +167,8 @@ def _linear(layer: Any, x: Tensor, bias: Tensor | None = None, sharing: Sharing 
 
 
 class _Summed(torch.autograd.Function):
-    """Sums the partial products of all ranks, and returns the sum or this rank's tokens of it. `bias` is contained in
-    the partial product of one rank, and is passed for its gradient, which is that of this rank's tokens.
+    """Autograd function that sums the partial products of all ranks, and returns the sum or its rows for this rank's
+    tokens. The product of one rank includes `bias`, which is passed only for its gradient over this rank's tokens.
     """
 
     @staticmethod
@@ -195,7 +195,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sharing: Sharing, group: dist.ProcessGroup
     ) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        # The parameter itself, for its `main_grad`.
+        # Keep the parameter itself, for its `main_grad`.
         ctx.parameter, ctx.sharing, ctx.group = weight, sharing, group
         whole, _ = _gathered(x, group) if sharing == "split" else (x, None)
         return product(whole, weight.t(), bias)
@@ -205,7 +205,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = gathering = reducing = None
-        # In this order each exchange overlaps with a product.
+        # This order overlaps each exchange with a product.
         if ctx.needs_input_grad[1] and ctx.sharing == "split":
             x, gathering = _gathered(x, ctx.group, async_op=True)
         if ctx.needs_input_grad[0]:
@@ -229,7 +229,7 @@ def _gathered(x: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) ->
 
 
 def _reduced(grad: Tensor, group: dist.ProcessGroup, sharing: Sharing) -> tuple[Tensor, dist.Work | None]:
-    """Return the sum over `group`, or this rank's tokens of it; valid once the work is done."""
+    """Return the sum over `group` or its rows for this rank's tokens, and the work after which the result is valid."""
     if sharing == "whole":
         return grad, dist.all_reduce(grad, group=group, async_op=True)
     local = grad.new_empty(len(grad) // group.size(), *grad.shape[1:])

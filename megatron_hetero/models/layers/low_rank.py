@@ -1,4 +1,4 @@
-"""The product of two low-rank matrices beside a linear layer (LoRA, Hu et al. 2021, arXiv 2106.09685).
+"""Adapters that add the product of two low-rank matrices to a linear layer (LoRA, Hu et al. 2021, arXiv 2106.09685).
 
     out = W x + scale * B A x        A [r, in], B [out, r]
 
@@ -35,7 +35,7 @@ from megatron_hetero.models.layers.parts import Site
 
 @dataclass(frozen=True)
 class BRows:
-    """Consecutive rows of B: the rows of projection number `projection`, at `interval` of the layer's output."""
+    """Consecutive rows of B for projection number `projection`, which add to rows `interval` of the layer's output."""
 
     interval: Interval
     projection: int
@@ -65,7 +65,7 @@ class LowRankShape:
 
     @property
     def rows_of_b(self) -> int:
-        """Rows of B on this rank."""
+        """Number of rows of B on this rank."""
         return sum(rows.interval[1] - rows.interval[0] for rows in self.rows)
 
     @property
@@ -75,7 +75,7 @@ class LowRankShape:
 
 
 class LowRank(torch.nn.Module):
-    """Low-rank matrices beside a linear layer, as its submodule `lora`."""
+    """Low-rank adapter of a linear layer, stored as the submodule `lora` of the layer."""
 
     def __init__(self, shape: LowRankShape, site: Site):
         super().__init__()
@@ -84,7 +84,7 @@ class LowRank(torch.nn.Module):
         self.A = torch.nn.Parameter(torch.empty(len(shape.scales) * shape.r, shape.inputs, **options))
         self.B = torch.nn.Parameter(torch.empty(shape.rows_of_b, shape.r, **options))
         # Gradients are summed over tp where ranks share the values but use them on different tokens or outputs: A of a
-        # column-parallel layer with split activations, and rows of B that several ranks have copies of.
+        # column-parallel layer with split activations, and rows of B that are copied to several ranks.
         self.A.sequence_parallel = self.splits and not shape.by_input  # pyright: ignore[reportAttributeAccessIssue]
         self.B.sequence_parallel = self.splits if shape.by_input else site.tp > 1  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -105,7 +105,7 @@ class LowRank(torch.nn.Module):
         return _Added.apply(out.clone() if out._is_view() else out, low, self.B, self.shape)  # pyright: ignore[reportReturnType]
 
     def _exchanged(self, low: Tensor, chunks: Sequence[int]) -> Tensor:
-        """Exchange the low-rank activations of local tokens or local inputs, in one collective."""
+        """Exchange the low-rank activations of local tokens or local inputs over tp, in one collective."""
         group: Any = self.tp_group
         if group.size() == 1:
             return low
@@ -127,7 +127,7 @@ class LowRank(torch.nn.Module):
 
 
 class ExpertsLowRank(torch.nn.Module):
-    """Low-rank matrices beside a parameter of experts (`grouped.Matrices`), expert after expert.
+    """Low-rank adapters of a parameter of experts (`grouped.Matrices`), with the experts' matrices stacked in order.
 
     `r`: rank with padding; `inputs`, `outputs`: widths of an expert's matrix.
     """
@@ -140,12 +140,12 @@ class ExpertsLowRank(torch.nn.Module):
 
 
 class _Low(torch.autograd.Function):
-    """Product with A."""
+    """Autograd function of the product with A."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: Tensor) -> Tensor:
         ctx.save_for_backward(x, a)
-        ctx.parameter = a  # The parameter itself, for its `main_grad`.
+        ctx.parameter = a  # Keep the parameter itself, for its `main_grad`.
         return product(x, a.t())
 
     @staticmethod
@@ -157,7 +157,7 @@ class _Low(torch.autograd.Function):
 
 
 class _Added(torch.autograd.Function):
-    """Adds the product with B in place. The spread matrix (see `_spread`) is small and recomputed."""
+    """Autograd function that adds the product with B in place. The small matrix of `_spread` is recomputed."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, low: Tensor, b: Tensor, shape: LowRankShape) -> Tensor:
@@ -180,14 +180,14 @@ class _Added(torch.autograd.Function):
 
 
 def _by_chunk(x: Tensor, chunks: Sequence[int], ranks: int) -> Tensor:
-    """Reorder tokens from rank after rank to chunk after chunk."""
+    """Reorder tokens from rank-major to chunk-major order."""
     if len(chunks) == 1:
         return x
     return torch.cat([chunk.flatten(0, 1) for chunk in x.unflatten(0, (ranks, sum(chunks))).split(list(chunks), dim=1)])
 
 
 def _by_rank(x: Tensor, chunks: Sequence[int], ranks: int) -> Tensor:
-    """Reorder tokens from chunk after chunk to rank after rank."""
+    """Reorder tokens from chunk-major to rank-major order."""
     if len(chunks) == 1:
         return x
     pieces = zip(x.split([ranks * tokens for tokens in chunks]), chunks, strict=True)
@@ -205,7 +205,7 @@ def _spread(b: Tensor, shape: LowRankShape) -> Tensor:
 @lru_cache(maxsize=64)
 def _indices(rows: tuple[BRows, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the output row and the projection of each row of B, int64."""
-    with torch.inference_mode(False):  # Later calls save them for the backward pass.
+    with torch.inference_mode(False):  # Later calls reuse the tensors, and autograd cannot save inference tensors.
         output_rows = torch.cat([torch.arange(*each.interval) for each in rows])
         counts = torch.tensor([each.interval[1] - each.interval[0] for each in rows])
         projections = torch.tensor([each.projection for each in rows]).repeat_interleave(counts)

@@ -1,7 +1,7 @@
-"""MLPs, as values and as a torch module.
+"""MLPs: their description as values, and their torch module.
 
-SwiGLU is SiLU of the gate times up (Shazeer 2020, arXiv 2002.05202): with a compiler on a GPU a single kernel each way,
-elsewhere several.
+SwiGLU is SiLU of the gate times up (Shazeer 2020, arXiv 2002.05202). On GPUs with a compiler it is a single kernel per
+pass, otherwise several kernels.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron_hetero.models.layers.recompute import not_saving, recompute
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU by its approximation with tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
+    """Return GELU of `x` in its tanh approximation (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -54,7 +54,7 @@ class MLP(MLPPart):
         ffn: width between the two layers.
         stored: names of the stored linear layers: gate (if `gated`), up, down.
         activation: name of the activation function.
-        gated: whether the activation is applied to a gate, which multiplies up.
+        gated: whether the activation is applied to a gate, whose result is multiplied by up.
         bias: whether the linear layers have a bias.
     """
 
@@ -67,16 +67,16 @@ class MLP(MLPPart):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Width between the two layers."""
+        """Width between the two layers, which is split over tp."""
         return (self.ffn,)
 
     @property
     def first_product(self) -> int:
-        """Operations per token of the first linear layer."""
+        """FLOPs per token of the first linear layer."""
         return 2 * self.hidden * self.ffn * (1 + self.gated)
 
     def tensors(self) -> TensorShapes:
-        """Return the weights, each followed by its bias if there is one."""
+        """Return the shapes of stored tensors: each weight, followed by its bias if there is one."""
         *first, last = self.stored
         sizes = [(name, self.ffn, self.hidden) for name in first] + [(last, self.hidden, self.ffn)]
         return {
@@ -86,7 +86,7 @@ class MLP(MLPPart):
         }
 
     def slices(self, stored: str, share: Share) -> WeightMap:
-        """Split the first layer by rows, with the gate above up, and the second by columns."""
+        """Return the weight map of a rank: rows of the first layer (gate above up) and columns of the second layer."""
         *first, last = (stored + name for name in self.stored)
         result: dict[str, tuple[TensorSlice, ...]] = {}
         for kind in kinds(self.bias):
@@ -99,16 +99,16 @@ class MLP(MLPPart):
         return result
 
     def operations(self, tokens: Tokens) -> Operations:
-        """Count products with all weights."""
+        """Return the FLOPs of the products with all weights."""
         return Operations(tokens.total * (self.first_product + 2 * self.hidden * self.ffn))
 
     def build(self, site: Site, number: int) -> MLPModule:
-        """Build the torch module."""
+        """Build the torch module of this MLP."""
         return MLPModule(self, site)
 
 
 def _gate_and_up(names: Sequence[str], ffn: int, local: Share) -> tuple[TensorSlice, ...]:
-    """Return gate above up, each followed by its own padding."""
+    """Return the rows of gate, then of up, on one rank, each followed by padding."""
     gate, up = names
     rows, length = share(ffn, *local, ALIGNMENT)
     padding = length - (rows[1] - rows[0])
@@ -119,11 +119,11 @@ class MLPModule(Overlapping):
     """Torch module of an `MLP`. `site.recompute` controls what is saved for the backward pass:
 
     selective   the product of gate and up (without a gate, the output of the activation) is recomputed
-    chunk       if the rank has more tokens, they pass in chunks, and the backward pass of each recomputes gate and up:
+    chunk       more tokens than this pass in chunks, and the backward pass of each chunk recomputes gate and up:
                 the first matrix product, including the all-gather over tp where activations are split
 
     If activations are split over tp, each rank contributes an equal share of each chunk. All ranks of a tp group have
-    the same number of tokens, hence of chunks.
+    the same number of tokens, and so the same number of chunks.
     """
 
     def __init__(self, mlp: MLP, site: Site):
@@ -140,7 +140,7 @@ class MLPModule(Overlapping):
         return self.linear_fc1, self.linear_fc2
 
     def forward(self, hidden: Tensor, call: LayerCall) -> tuple[Tensor, Tensor | None]:
-        """Apply the MLP to `hidden` [S, 1, hidden], or [S / tp, 1, hidden] where activations are split. Returns the
+        """Apply the MLP to `hidden` [S, 1, hidden], or [S / tp, 1, hidden] where activations are split. Return the
         output and a bias that the caller adds.
         """
         if not self.recompute.chunks(len(hidden) * self.shards):
@@ -165,8 +165,8 @@ class MLPModule(Overlapping):
             return second_in_chunks(self.linear_fc2, product, chunks, ids)
 
     def _product(self, wide: Tensor) -> Tensor:
-        """Return the product of gate and up, [..., ffn], from [..., 2 ffn]; without a gate the activation of [...,
-        ffn].
+        """Return the activated gate times up, [..., ffn], from `wide` [..., 2 ffn]; without a gate, return the
+        activation of `wide` [..., ffn].
         """
         if self.compiled:
             return run(activated, wide, self.activation, self.has_gate)
@@ -181,20 +181,20 @@ def swiglu(wide: Tensor) -> Tensor:
 
 
 def swiglu_forward(wide: Tensor) -> Tensor:
-    """Forward pass of `swiglu`."""
+    """Compute the forward pass of `swiglu`."""
     gate, up = wide.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
 def swiglu_backward(grad: Tensor, wide: Tensor) -> Tensor:
-    """Backward pass of `swiglu` for a compiler."""
+    """Compute the backward pass of `swiglu`, as a function to be compiled."""
     gate, up = wide.chunk(2, dim=-1)
     grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
     return torch.cat((grad_gate, grad * F.silu(gate)), dim=-1)
 
 
 def swiglu_backward_in_place(grad: Tensor, wide: Tensor) -> Tensor:
-    """Backward pass of `swiglu`, without intermediate copies."""
+    """Compute the backward pass of `swiglu` without a compiler and without intermediate copies."""
     (gate, up), grad_wide = wide.chunk(2, dim=-1), torch.empty_like(wide)
     grad_gate, grad_up = grad_wide.chunk(2, dim=-1)
     activated = F.silu(gate)

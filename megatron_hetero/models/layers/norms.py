@@ -1,4 +1,4 @@
-"""Norms, as values and as torch modules that save only their input and one or two numbers per row.
+"""Norms, described as values, and torch modules that save only their input and one or two numbers per row.
 
 Megatron's `WrappedTorchNorm` refuses sequence-parallel activations, although they only need a mark on the weight.
 """
@@ -19,26 +19,26 @@ from megatron_hetero.models.layers.parts import Part, Site, kinds
 
 @dataclass(frozen=True)
 class Norm(Part):
-    """A norm over the last dim."""
+    """A norm over the last dim of its input: a root-mean-square norm or a layer norm."""
 
     width: int
-    """Elements of the last dim."""
+    """Size of the last dim."""
     eps: float
     rms: bool = True
-    """Whether it is a root-mean-square norm, else a layer norm with a bias."""
+    """Whether the norm is a root-mean-square norm, else a layer norm with a bias."""
     offset: int = 0
-    """Added to the stored weight in fp32: 1 if weights are centred at zero."""
+    """Constant added to the stored weight in fp32: 1 if weights are centred at zero, else 0."""
 
     def tensors(self) -> TensorShapes:
-        """Return the weight, and the bias of a layer norm."""
+        """Return the shapes of the weight and, for a layer norm, of the bias."""
         return dict.fromkeys(kinds(not self.rms), (self.width,))
 
     def slices(self, stored: str, share: Share) -> WeightMap:
-        """Return the whole tensors on every rank."""
+        """Return the weight map, with the whole tensors on every rank."""
         return {kind: whole(stored + kind, self.width) for kind in kinds(not self.rms)}
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
-        """Build the backend's norm."""
+        """Build the norm module of the backend."""
         config = site.config_of(rms_norm=self.rms, layernorm_zero_centered_gamma=bool(self.offset))
         kind = site.backend.rms_norm if self.rms else site.backend.layer_norm
         norm: Any = site.mark(kind(config=config, hidden_size=self.width, eps=self.eps))
@@ -77,9 +77,9 @@ class LayerNorm(torch.nn.LayerNorm):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Computes y = x * s * gain with s = 1 / sqrt(mean(x^2) + eps) and gain = weight + offset, rounded once. PyTorch
-    has fused kernels on CUDA only, for inputs in the dtype of the gain; its composite implementation saves most
-    intermediate results.
+    """Autograd function that computes y = x * s * gain with s = 1 / sqrt(mean(x^2) + eps) and gain = weight + offset,
+    rounded once. PyTorch has fused kernels on CUDA only, for inputs in the dtype of the gain; its composite
+    implementation saves most intermediate results.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Offload of saved activations to host memory: see docs/training.md, "Activations in host memory".
+"""Offload of saved activations to host memory (docs/training.md, "Activations in host memory").
 
 When layer i + 2 begins, the compute stream waits for the copy of layer i, whose device memory is then free. So the
 activations of at most two offloaded layers and of the last layer are on the device, however far the host runs ahead.
@@ -25,7 +25,7 @@ from megatron_hetero.models.layers.recompute import Hooks
 
 @dataclass(frozen=True)
 class OffloadSizes:
-    """Sizes in bytes."""
+    """Sizes in bytes for the offload of activations."""
 
     least: int
     """Minimum size of a storage that is offloaded."""
@@ -40,19 +40,19 @@ class OffloadSizes:
         return cls(1 << 20, 8 << 20) if gpu else cls(1, 4 << 10)
 
     def on_host(self, size: int) -> int:
-        """Return the size of the blocks for `size` bytes of one layer."""
+        """Return the bytes of host memory, in whole blocks, for `size` bytes of one layer."""
         return -(-size // self.block) * self.block
 
 
 def offloaded_layers(layers: int) -> int:
-    """Return the number of a stage's first layers that are offloaded: all except the last one, with which the backward
-    pass starts, often immediately. A single layer is offloaded too.
+    """Return the number of a stage's first layers that are offloaded: all except the last layer, whose backward pass
+    comes first, often immediately. A single layer is offloaded too.
     """
     return max(layers - 1, min(layers, 1))
 
 
 class ActivationOffload:
-    """Host memory and copy streams of one module on one rank."""
+    """Offload of the activations of one module on one rank, with its host memory and copy streams."""
 
     def __init__(self, platform: Platform, sizes: OffloadSizes | None = None):
         self.device, self.sizes = platform.device, sizes or OffloadSizes.of(platform.is_cuda)
@@ -65,7 +65,7 @@ class ActivationOffload:
         self, layers: Sequence[Module], after: Iterable[Module] = (), apart: Iterable[Tensor] = ()
     ) -> Iterator[None]:
         """Offload the activations of one forward pass through `layers`, followed by the modules `after`, whose
-        activations stay on the device. `apart`: tensors that all layers save, which stay too.
+        activations stay on the device. `apart`: tensors that all layers save, which also stay.
         """
         run = _ForwardPass(self, offloaded_layers(len(layers)), apart)
         hooks = [layer.register_forward_pre_hook(run.begin_layer) for layer in layers]
@@ -81,14 +81,14 @@ class ActivationOffload:
 
 
 class _Lane:
-    """A stream beside the compute stream. On a CPU there is none, and copies are synchronous."""
+    """A copy stream next to the compute stream. On a CPU there is no stream, and copies are synchronous."""
 
     def __init__(self, stream: torch.cuda.Stream | None):
         self._stream = stream
 
     @contextlib.contextmanager
     def after_compute(self) -> Iterator[None]:
-        """In this context, work is issued to this stream, after all work issued to the compute stream so far."""
+        """Issue the work of this context to this stream, after all work issued to the compute stream so far."""
         if self._stream is None:
             yield
             return
@@ -103,10 +103,10 @@ class _Lane:
 
 
 class SavedStorage:
-    """A storage as it was when a tensor in it was saved. `device`: its bytes on the device; None while it is away."""
+    """A storage of saved tensors, which can move to the host. `device`: its bytes on the device, if they are there."""
 
     def __init__(self, saved: Tensor):
-        # Saved tensors may be views of the storage with any strides.
+        # View the whole storage: a saved tensor may be a view of the storage with any strides.
         count = saved.untyped_storage().nbytes() // saved.itemsize
         self.device: Tensor | None = saved.detach().as_strided((count,), (1,), 0).view(torch.uint8)
         self.version, self.size = saved._version, count * saved.itemsize
@@ -121,7 +121,7 @@ class SavedStorage:
             host.copy_(device, non_blocking=True)
 
     def leave(self) -> None:
-        """Release the memory on the device."""
+        """Release the device memory, and record whether the storage was modified after it was saved."""
         assert self.device is not None, "a storage leaves once"
         self.overwritten, self.device = self.device._version != self.version, None
 
@@ -145,11 +145,11 @@ class _Layer:
         self.away = self.arriving = False
 
     def find(self, x: Tensor) -> SavedStorage | None:
-        """Return the saved storage of `x` if it is on the device; afterwards another storage may have its address."""
+        """Return the saved storage of `x` if it is on the device; later, another storage may have its address."""
         return None if self.away else self.copies.get(_identity(x))
 
     def save(self, x: Tensor) -> SavedStorage:
-        """Return the saved storage of `x`, which all tensors in the storage share."""
+        """Return the saved storage of `x`; tensors in the same storage share it."""
         return self.find(x) or self.copies.setdefault(_identity(x), SavedStorage(x))
 
     def send(self) -> None:
@@ -166,10 +166,10 @@ class _Layer:
         self.away = True
 
     def fetch(self) -> None:
-        """Start to copy all storages to the device, unless already started."""
+        """Start to copy all storages back to the device, unless the copy has already started."""
         if not self.away:
             return
-        # Allocated on the compute stream, which uses and frees them.
+        # Allocate the buffers on the compute stream, which uses and frees them.
         buffers = [
             torch.empty(copy.size, dtype=torch.uint8, device=self.offload.device) for copy in self.copies.values()
         ]
@@ -184,11 +184,11 @@ class _Layer:
         if self.arriving:
             self.offload.back.join()
             self.arriving = False
-            self.copies.clear()  # From here on only autograd owns them.
+            self.copies.clear()  # From now on, only autograd owns the storages.
             self.room.free()
 
     def reach(self) -> None:
-        """Start the backward pass of this layer, and fetch the previous layer."""
+        """Wait for the storages of this layer, whose backward pass starts, and start to fetch the previous layer."""
         self.arrive()
         before, self.before = self.before, None
         if before is not None:
@@ -204,12 +204,12 @@ def _identity(x: Tensor) -> tuple[int, int]:
 
 
 class _Stays:
-    """A saved tensor that stays on the device, passed through outer hooks. `layer`: None after the last layer."""
+    """A saved tensor that stays on the device and passes through outer hooks. `layer`: None after the last layer."""
 
     def __init__(self, layer: _Layer | None, x: Tensor, outer: Hooks):
         self.layer, self.outer = layer, outer
-        # Detached, since the output of an operation would reference the operation and thereby itself. A parameter is
-        # passed as it is, since it has attributes.
+        # Detach `x`, since the output of an operation would reference the operation and thereby itself. Do not detach a
+        # parameter, which has attributes.
         given = x if _is_owned(x) else x.detach()
         self.saved = outer.pack(given)
         self.version = given._version if self.saved is given is not x else None
@@ -223,7 +223,7 @@ class _Stays:
 
 
 class _Moves:
-    """Geometry of a saved tensor in a storage that the layer `home` offloads."""
+    """A saved tensor in a storage that the layer `home` offloads, represented by its geometry."""
 
     def __init__(self, layer: _Layer, home: _Layer, copy: SavedStorage, x: Tensor):
         self.layer, self.home, self.copy, self.dtype = layer, home, copy, x.dtype
@@ -240,7 +240,7 @@ class _Moves:
 
 
 def _require_unchanged(changed: bool, x: Tensor) -> None:
-    """Check for in-place changes, which autograd itself checks only without hooks."""
+    """Raise an error if `x` was modified in place since it was saved. Autograd checks this only without hooks."""
     if changed:
         raise RuntimeError(
             f"found a tensor of shape {list(x.shape)} that was modified in place, expected it as it was in the forward "
@@ -249,7 +249,7 @@ def _require_unchanged(changed: bool, x: Tensor) -> None:
 
 
 class _ForwardPass:
-    """One forward pass of a stage."""
+    """State of one forward pass through a stage whose activations are offloaded."""
 
     def __init__(self, offload: ActivationOffload, moved: int, apart: Iterable[Tensor]):
         self.offload, self.left, self.outer = offload, moved, Hooks.current()
@@ -258,15 +258,15 @@ class _ForwardPass:
         self.sent: _Layer | None = None
 
     def begin_layer(self, module: Module, *_: Any) -> None:
-        """Start a layer. Called before its forward pass."""
+        """Start the layer `module`; called before the forward pass of the layer."""
         before = self.layer
         self.end_layers()
         self.layer, self.left = _Layer(self.offload, before, self.left > 0), self.left - 1
-        # Memory shared with a parameter, which a wrapper may free and refill.
+        # Exclude the memory of parameters, which a wrapper may free and refill.
         self.apart |= {p.untyped_storage()._cdata for p in module.parameters()}
 
     def end_layers(self, *_: Any) -> None:
-        """Release the layer that was sent before, and send the layer that has just run."""
+        """Release the device memory of the previous layer, and send the layer that has just run to the host."""
         self.settle()
         if self.layer is not None and self.layer.moves:
             self.layer.send()
@@ -280,7 +280,7 @@ class _ForwardPass:
             self.sent = None
 
     def pack(self, x: Tensor) -> Any:
-        """Return what autograd saves for `x`."""
+        """Return the object that autograd saves in place of `x`."""
         layer = self.layer
         if layer is None or not self._may_move(x):
             return _Stays(layer, x, self.outer)
@@ -295,15 +295,15 @@ class _ForwardPass:
 
 
 def _is_owned(x: Tensor) -> bool:
-    """Whether `x` is (a view of) a parameter or another leaf with a gradient, such as a stage's input, whose memory
-    lives until the backward pass anyway.
+    """Return whether `x` is (a view of) a parameter or another leaf with a gradient, such as the input of a stage,
+    whose memory lives until the backward pass anyway.
     """
     base = x if x._base is None else x._base
     return isinstance(base, Parameter) or (base.is_leaf and base.requires_grad)
 
 
 class HostPool:
-    """Blocks of equal size in (pinned) host memory, as many as have been in use at the same time."""
+    """Pool of equally large blocks of (pinned) host memory, which grows to the maximum number in use at once."""
 
     def __init__(self, platform: Platform, block: int):
         self.block, self.allocated = block, 0
@@ -329,8 +329,8 @@ class HostPool:
 
 
 class HostRoom:
-    """Memory in blocks of a pool, which is filled contiguously. The blocks return to the pool by `free`, or when this
-    object is deleted.
+    """Host memory in blocks of a pool, filled contiguously. `free`, or the deletion of this object, returns the blocks
+    to the pool.
     """
 
     def __init__(self, pool: HostPool):
@@ -350,6 +350,6 @@ class HostRoom:
         return segments
 
     def free(self) -> None:
-        """Return the blocks to the pool."""
+        """Give all blocks back to the pool."""
         self._pool.give_back(self._blocks)
         self._left = 0

@@ -1,4 +1,4 @@
-"""The two linear layers of an MLP or of attention in chunks, for sequence-parallel activations: the exchange of one
+"""Linear layers of an MLP or of attention, computed in chunks for sequence-parallel activations: the exchange of one
 chunk over tp overlaps with the product of another (docs/training.md, "Exchanges beside matrix products").
 
 A *chunk* is a range of each rank's tokens. Between the two layers the tokens are ordered chunk by chunk and within a
@@ -8,7 +8,7 @@ too short to hide an exchange, the weight's gradient is computed chunk by chunk 
 
 In shapes, S is the number of tokens of all tp ranks, padding included.
 
-The decomposition is that of Wang et al. 2023 (ASPLOS, "Overlap Communication with Dependent Computation via
+The decomposition follows Wang et al. 2023 (ASPLOS, "Overlap Communication with Dependent Computation via
 Decomposition"), with collectives in place of a ring.
 """
 
@@ -28,7 +28,7 @@ from megatron_hetero.models.layers.linear import adds_to_main_grad, gradient_of_
 from megatron_hetero.models.layers.low_rank import with_added
 
 TILE = 64
-"""Tokens per rank that fill the tiles of a matrix product, a multiple of 128 rows, under any tp > 1."""
+"""Number of tokens per rank that fill whole tiles of a matrix product, a multiple of 128 rows, under any tp > 1."""
 
 
 class Overlapping(nn.Module):
@@ -42,10 +42,10 @@ class Overlapping(nn.Module):
 
 
 def overlap_exchanges(model: nn.Module, chunks: int) -> None:
-    """Let the MLPs and the attention of `model` exchange their tokens over tp in this number of chunks.
+    """Make the MLPs and the attention of `model` exchange tokens over tp in `chunks` chunks.
 
     Raises:
-        TypeError: the linear layers of one are not `ColumnLinear` and `RowLinear`.
+        TypeError: a module has linear layers other than `ColumnLinear` and `RowLinear`.
     """
     for module in model.modules():
         if isinstance(module, Overlapping):
@@ -57,7 +57,7 @@ def overlap_exchanges(model: nn.Module, chunks: int) -> None:
 
 def chunk_sizes(module: Overlapping, tokens: int) -> tuple[int, ...]:
     """Return the size of each chunk of a rank's `tokens`; a single chunk if the exchanges of `module` do not overlap.
-    Long chunks except the last are whole tiles, so that the products use no more tiles than a single one.
+    Long chunks except the last have whole tiles, so that their products need no more tiles than a single product.
     """
     count = min(module.exchange_chunks, max(1, tokens))
     if count > 1 and tokens >= TILE * count * count:
@@ -67,7 +67,7 @@ def chunk_sizes(module: Overlapping, tokens: int) -> tuple[int, ...]:
 
 
 class Ahead:
-    """Gathers the input of a column-parallel layer for the gradient of its weight. `gather_ahead` starts it in the
+    """Gather of a column-parallel layer's input for the gradient of its weight. `gather_ahead` starts it in the
     backward pass, before the layer needs the result.
     """
 
@@ -80,7 +80,7 @@ class Ahead:
         self._gathered = _gather(x, self._chunks, self._group)
 
     def take(self) -> tuple[Tensor, list[dist.Work]]:
-        """Return the gathered input [S, 1, in], valid once the works are done."""
+        """Return the gathered input [S, 1, in], and the works after which it is valid."""
         assert self._gathered is not None, "what follows attention goes backward first"
         gathered, self._gathered = self._gathered, None
         return gathered
@@ -96,13 +96,13 @@ def gather_ahead(out: Tensor, x: Tensor, ahead: Ahead) -> Tensor:
 def first_in_chunks(
     layer: Any, x: Tensor, chunks: Sequence[int], ahead: Ahead | None = None, ids: TokenIds | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Apply a column-parallel layer to `x` [S / tp, 1, in]: [S, 1, out / tp], and a bias that the caller adds.
+    """Apply a column-parallel layer to `x` [S / tp, 1, in]. Return [S, 1, out / tp] and a bias that the caller adds.
 
     Args:
-        layer: the layer, which is called itself if there is a single chunk.
+        layer: the layer, which is called directly if there is a single chunk.
         x: this rank's tokens.
         chunks: size of each chunk.
-        ahead: saves `x` for the backward pass in place of this function.
+        ahead: early gather of `x` in the backward pass, for which this function need not save `x`.
         ids: token ids for dropout.
     """
     if len(chunks) == 1:
@@ -115,7 +115,7 @@ def first_in_chunks(
 def second_in_chunks(
     layer: Any, x: Tensor, chunks: Sequence[int], ids: TokenIds | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Apply a row-parallel layer to `x` [S, 1, in / tp]: [S / tp, 1, out], and a bias. See `first_in_chunks`."""
+    """Apply a row-parallel layer to `x` [S, 1, in / tp]. Return [S / tp, 1, out] and a bias. See `first_in_chunks`."""
     if len(chunks) == 1:
         out, bias = layer(x)
     else:
@@ -164,7 +164,7 @@ class _First(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         whole = grad_x = grad_weight = None
         gathering: list[dist.Work] = []
-        # Keeps the tensors that are sent alive until their work is done.
+        # Keep the tensors that are sent alive until their works are done.
         reducing: list[tuple[dist.Work, Tensor]] = []
         if ctx.needs_input_grad[1]:
             whole, gathering = ctx.ahead.take() if ctx.ahead else _gather(x, ctx.chunks, ctx.group)
@@ -213,13 +213,13 @@ class _Second(torch.autograd.Function):
 
 
 def _is_narrow(weight: Tensor) -> bool:
-    """Whether the product for the input's gradient is too short to hide the gather of the next chunk."""
+    """Return whether the product for the input's gradient is too short to hide the gather of the next chunk."""
     out, inputs = weight.shape
     return 2 * inputs < out
 
 
 def _gather(x: Tensor, chunks: Sequence[int], group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
-    """Gather `x` of all ranks chunk by chunk; valid once the works are done."""
+    """Gather `x` of all ranks chunk by chunk. Return the result, and the works after which its chunks are valid."""
     whole = x.new_empty(len(x) * group.size(), *x.shape[1:])
     pairs = zip(x.contiguous().split(chunks), _rows(chunks, group.size()), strict=True)
     works = [dist.all_gather_into_tensor(whole[rows], local, group=group, async_op=True) for local, rows in pairs]
@@ -229,7 +229,7 @@ def _gather(x: Tensor, chunks: Sequence[int], group: dist.ProcessGroup) -> tuple
 def _reduced(
     out: Tensor, x: Tensor, weight: Tensor, chunks: Sequence[int], group: dist.ProcessGroup
 ) -> Iterator[tuple[dist.Work, Tensor]]:
-    """Reduce-scatter the product of `x` and `weight` chunk by chunk into `out`; yields each work and its input."""
+    """Reduce-scatter the product of `x` and `weight` chunk by chunk into `out`; yield each work and its input."""
     for local, rows in zip(out.split(chunks), _rows(chunks, group.size()), strict=True):
         product = x[rows] @ weight
         work: Any = dist.reduce_scatter_tensor(local, product, group=group, async_op=True)
@@ -237,6 +237,6 @@ def _reduced(
 
 
 def _rows(chunks: Sequence[int], ranks: int) -> list[slice]:
-    """Return the rows of each chunk between the two layers."""
+    """Return the range of rows of each chunk in the tensors between the two layers."""
     ends = [ranks * end for end in accumulate(chunks, initial=0)]
     return [slice(*bounds) for bounds in pairwise(ends)]

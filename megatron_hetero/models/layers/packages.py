@@ -1,6 +1,6 @@
 """Optional packages with CUDA kernels: the versions that are known to work, and what is installed.
 
-`docs/installation.md` describes them, and `setup.py` requires the same versions. Nothing here needs a GPU.
+`docs/installation.md` describes the packages, and `setup.py` requires the same versions. Nothing here needs a GPU.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from megatron_hetero.groups.platform import Platform
 
 @dataclass(frozen=True)
 class OptionalPackage:
-    """An optional package.
+    """An optional package with CUDA kernels.
 
     Attributes:
-        name: name for pip.
-        module: name for Python.
+        name: name of the package for pip.
+        module: name of its Python module.
         versions: versions that are known to work.
-        imports: required names, as `module:name`.
-        use: what it computes, for messages.
-        needs: requirements on other packages that it does not state itself, without which its results are wrong.
+        imports: names that must be importable, as `module:name`.
+        use: what the package computes, for messages.
+        needs: requirements on other packages that its metadata lacks, without which its results are wrong.
     """
 
     name: str
@@ -84,11 +84,11 @@ PACKAGES = (FLASH_ATTN, FLASH_ATTN_3, TRANSFORMER_ENGINE, FLA, CAUSAL_CONV1D)
 
 @dataclass(frozen=True)
 class Status:
-    """Whether and how a package is installed.
+    """Installation status of a package.
 
     Attributes:
-        version: the installed version; None if there is none.
-        error: why it cannot be imported.
+        version: the installed version; None if the package is not installed.
+        error: the reason why the package cannot be imported, if any.
         lacks: the unmet requirements on other packages, with their versions.
     """
 
@@ -99,7 +99,7 @@ class Status:
 
 @lru_cache
 def find(package: OptionalPackage) -> Status:
-    """Return the status of a package, which is imported if it is installed."""
+    """Return the status of a package, after importing it if it is installed."""
     try:
         version = importlib.metadata.version(package.name.partition("[")[0])
     except importlib.metadata.PackageNotFoundError:
@@ -115,7 +115,7 @@ def find(package: OptionalPackage) -> Status:
 
 
 def _other_version(need: str) -> str | None:
-    """Return the version of a required module if it does not meet the requirement."""
+    """Return the installed version of the module in `need` if it does not meet this requirement, else None."""
     required = Requirement(need)
     version = importlib.import_module(required.name).__version__
     return None if required.specifier.contains(version, prereleases=True) else version
@@ -136,7 +136,7 @@ def unusable(package: OptionalPackage, found: Status) -> str:
 
 def package_facts(platform: Platform) -> dict[str, str]:
     """Return which optional packages this rank uses, as facts that must be equal on all ranks, since each rank chooses
-    its kernels itself. Devices other than GPUs use none.
+    kernels by itself. Devices other than GPUs use no packages.
     """
     if not platform.is_cuda:
         return {}

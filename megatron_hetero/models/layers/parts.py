@@ -1,8 +1,8 @@
-"""Parts of modules, as values.
+"""The parts of modules, described as values.
 
 A part declares which tensors it stores, which slices of them are the parameters of one rank, and how many operations
-it needs, and it builds its torch module. A layer consists of an attention part and an MLP part; a module of layers and
-ends, which are parts too.
+it needs, and it builds its torch module. A layer consists of an attention part and an MLP part; a module consists of
+layers and ends, which are parts too.
 
 A multiplication with an addition counts as two operations. Only matrix products count, with attention under its mask.
 Norms, activations, rotary embeddings, padding and recomputation do not, so that utilisation (MFU, arXiv 2204.02311,
@@ -23,7 +23,7 @@ from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
 from megatron_hetero.layout.axes import Limit
 from megatron_hetero.models.layers.recompute import NO_RECOMPUTE, Recompute
 
-# Imported where modules are built, as it takes seconds.
+# At run time these modules are imported only where torch modules are built, since that takes seconds.
 if TYPE_CHECKING:
     from megatron_hetero.groups.megatron import ModuleGroups, TransformerConfig
     from megatron_hetero.models.layers.balance_loss import Balance
@@ -32,27 +32,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Passes:
-    """Which gradients a part computes.
+    """The gradients that a part computes in the backward pass.
 
     A frozen part computes the gradient of its input if an earlier part trains, otherwise none.
     """
 
     inputs: bool = True
-    """Whether it computes gradients of its inputs."""
+    """Whether the part computes gradients of its inputs."""
     weights: bool = True
-    """Whether it computes gradients of weights."""
+    """Whether the part computes gradients of its weights."""
     share: float = 1
-    """Share of the weights that trains."""
+    """Fraction of the weights that are trained."""
 
     @property
     def linear(self) -> float:
-        """Cost of the products with weights, relative to a forward pass."""
+        """FLOPs of the products with weights in both passes, relative to the forward pass."""
         return 1 + self.inputs + self.weights * self.share
 
     @property
     def attention(self) -> int:
-        """Cost of the products of activations, relative to a forward pass: either both factors need gradients or
-        neither.
+        """FLOPs of the products of activations in both passes, relative to the forward pass: either both factors need
+        gradients or neither does.
         """
         return 3 if self.inputs or self.weights else 1
 
@@ -67,7 +67,7 @@ class Operations(NamedTuple):
     attention: int = 0
 
     def of(self, passes: Passes) -> int:
-        """Return the operations including the gradients of `passes`."""
+        """Return the FLOPs of the forward pass and of the backward computations in `passes`."""
         return int(self.linear * passes.linear) + self.attention * passes.attention
 
 
@@ -75,11 +75,11 @@ class Tokens(NamedTuple):
     """Numbers of tokens that a module computes on."""
 
     sequences: Sequence[int]
-    """Tokens of each sequence."""
+    """Number of tokens of each sequence."""
     windows: Sequence[int] = ()
-    """Tokens of each window of window attention."""
+    """Number of tokens of each window, for window attention."""
     supervised: int = 0
-    """Supervised tokens."""
+    """Number of supervised tokens."""
 
     @property
     def total(self) -> int:
@@ -88,7 +88,7 @@ class Tokens(NamedTuple):
 
 
 class Backend(NamedTuple):
-    """Classes of layers with the signatures of Megatron-Core's."""
+    """Classes of layers with the constructor signatures of Megatron-Core's layers."""
 
     column_linear: Any
     row_linear: Any
@@ -99,7 +99,7 @@ class Backend(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """Where and how this rank builds a module.
+    """Process groups, device and options with which this rank builds the torch modules of a module.
 
     Attributes:
         groups: process groups of the module.
@@ -131,11 +131,11 @@ class Site:
 
     @cached_property
     def config(self) -> TransformerConfig:
-        """Configuration for Megatron's classes that read no width from it."""
+        """Configuration for classes of Megatron that read no width from it."""
         return self.config_of()
 
     def config_of(self, *, rms_norm: bool = True, **fields: Any) -> TransformerConfig:
-        """Return a configuration for Megatron's classes with these fields. Weights are not initialised."""
+        """Return a configuration with `fields` for Megatron's classes, which then leave weights uninitialised."""
         from megatron_hetero.groups.megatron import TransformerConfig
 
         bf16 = self.dtype == torch.bfloat16
@@ -156,7 +156,7 @@ class Site:
         )
 
     def column_linear(self, inputs: int, outputs: int, *, bias: bool, name: str = "") -> Any:
-        """Build a column-parallel linear layer. `name`: name of its buffer in Transformer Engine."""
+        """Build a column-parallel linear layer. `name`: name of its communication buffer in Transformer Engine."""
         options = {"bias": bias, "skip_bias_add": False, "gather_output": False}
         return self._linear(self.backend.column_linear, inputs, outputs, name, **options)
 
@@ -184,10 +184,10 @@ class Site:
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """What the MLP of a layer knows of the call.
+    """Information about one call of a layer, for the MLP of the layer.
 
     Attributes:
-        tokens: tokens of the shard without padding, over all tp ranks.
+        tokens: number of tokens of the shard without padding, over all tp ranks.
         balance: statistics for a loss that balances experts, if there is one.
         trains: whether a backward pass follows.
         ids: token ids of the shard, for dropout; None without dropout.
@@ -202,14 +202,14 @@ class LayerCall:
 
 
 class Part:
-    """A part of a layer, or an end of a module. Names of tensors and parameters are relative to the part.
+    """Base class of parts of a layer and ends of a module. Names of tensors and parameters are relative to the part.
 
     Parts are frozen dataclasses that implement `tensors` and `build`, and either `slices` or, with parameters in
     several views, `views` and `weight_map`.
     """
 
     views: tuple[str, ...] = (MAIN,)
-    """Views to which its parameters belong."""
+    """Views to which the parameters of the part belong."""
 
     def tensors(self) -> TensorShapes:
         """Return the stored tensors with their shapes, in writing order."""
@@ -226,7 +226,7 @@ class Part:
         raise NotImplementedError
 
     def operations(self, tokens: Tokens) -> Operations:
-        """Return the operations of a forward pass over all ranks."""
+        """Return the FLOPs of a forward pass, summed over all ranks."""
         return Operations()
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
@@ -238,36 +238,36 @@ class AttentionPart(Part):
     """A part that exchanges information between tokens."""
 
     heads: int
-    """Query heads."""
+    """Number of query heads."""
     kv_heads: int
-    """Key/value heads, which are copied if tp·sp is larger."""
+    """Number of key/value heads, which are copied if tp·sp is larger."""
     windowed: bool
-    """Whether tokens see only their window, so that nothing is exchanged over any axis."""
+    """Whether each token sees only the tokens of its window, so that nothing is exchanged over any axis."""
     exchanges_over_cp: ClassVar[bool] = False
-    """Whether it exchanges heads for tokens over `cp` too."""
+    """Whether the part exchanges heads for tokens over `cp` too."""
 
     @property
     def limits(self) -> tuple[Limit, ...]:
-        """Sizes that the degrees of a layout have to divide."""
+        """Limits on layouts: sizes that must be divisible by parallel degrees."""
         return (Limit(("tp", "sp"), self.heads),)
 
 
 class MLPPart(Part):
-    """A part that computes each token independently."""
+    """A part that processes each token independently."""
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Widths that are split over tp."""
+        """Widths of matrices that are split over tp."""
         return ()
 
     @property
     def first_product(self) -> int:
-        """Operations per token that are recomputed if tokens pass in chunks."""
+        """FLOPs per token that are recomputed if tokens pass in chunks."""
         return 0
 
 
 def kinds(bias: bool) -> tuple[str, ...]:
-    """Return the kinds of stored tensors of a layer with or without a bias."""
+    """Return the kinds of tensors that a layer stores: `weight`, and `bias` if it has one."""
     return ("weight", "bias") if bias else ("weight",)
 
 

@@ -28,11 +28,11 @@ class Recompute:
     """What the backward pass of a module's layers recomputes."""
 
     how: How | int = "none"
-    """Nothing (`none`); what needs neither matrix products nor communication (`selective`); whole layers (`full`); or
-    this number of whole layers at the beginning of each pipeline stage.
+    """What is recomputed: nothing (`none`); operations other than matrix products and communication (`selective`);
+    whole layers (`full`); or, for an integer, this many whole layers at the start of each pipeline stage.
     """
     chunk: int = 0
-    """Tokens that pass through an MLP at a time, for which gate and up are recomputed; 0 for all tokens at once."""
+    """Number of tokens that pass through an MLP at a time, with gate and up recomputed; 0 for all tokens at once."""
 
     @property
     def selective(self) -> bool:
@@ -46,7 +46,7 @@ class Recompute:
         return layers if self.how == "full" else 0
 
     def chunks(self, tokens: int) -> bool:
-        """Whether `tokens` pass through an MLP in several chunks."""
+        """Return whether `tokens` tokens pass through an MLP in several chunks."""
         return 0 < self.chunk < tokens
 
 
@@ -65,8 +65,8 @@ def recompute(function: Function, *inputs: Tensor) -> Any:
 
 
 def not_saving(*outputs: Tensor) -> contextlib.AbstractContextManager[object]:
-    """In this context autograd does not save `outputs` that come from `recompute`, or views of them. Other tensors pass
-    to outer hooks.
+    """Return a context in which autograd does not save `outputs` that come from `recompute`, or views of these. Other
+    tensors pass to outer hooks.
     """
     nodes = {x.untyped_storage()._cdata: (x.grad_fn, i) for i, x in enumerate(outputs) if hasattr(x.grad_fn, "again")}
     if not nodes:
@@ -102,7 +102,7 @@ def _itself(x: Any) -> Any:
 
 
 class _View:
-    """Geometry of a tensor in the memory of output number `output` of `node`."""
+    """A saved view of output number `output` of the recomputed `node`, represented by its geometry."""
 
     def __init__(self, node: Any, output: int, x: Tensor):
         self.node, self.output = node, output
@@ -114,8 +114,8 @@ class _View:
 
 
 class _Recomputed(torch.autograd.Function):
-    """`ctx.again`: detached inputs and the recomputed outputs with their graph, from their first use in the backward
-    pass until this node's own.
+    """Autograd function of `recompute`. `ctx.again`: detached inputs and recomputed outputs with their graph, from the
+    first use of an output in the backward pass until the backward pass of this node.
     """
 
     @staticmethod

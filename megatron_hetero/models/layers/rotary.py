@@ -1,5 +1,5 @@
 """Rotary embedding of queries and keys (Su et al. 2021, arXiv 2104.09864) in the half-split form of GPT-NeoX, computed
-in fp32 and rounded once: with one kernel each way on a GPU with a compiler, with several elsewhere.
+in fp32 and rounded once: by one kernel per pass on GPUs with a compiler, by several kernels otherwise.
 
 Shape suffixes:
     n  tokens without padding
@@ -41,13 +41,13 @@ class Rotary(Protocol):
 
 @dataclass(frozen=True)
 class AxialRotary:
-    """2-D rotary embedding: half of the angles follow the row, half the column."""
+    """2-D rotary embedding: half of the angles depend on the row of a patch, half on its column."""
 
     theta: float
     width: int
 
     def table(self, positions: Tensor) -> Tensor:
-        """Return the table for the rows and columns in the first two dims of `positions`."""
+        """Return the cosines and sines for rows and columns, the first two dims of `positions`: fp32 [2, n, width]."""
         frequencies = _frequencies(self.theta, self.width // 2, positions.device)
         return _cosines_and_sines((positions[:2, :, None].float() * frequencies).transpose(0, 1).flatten(1))
 
@@ -55,7 +55,7 @@ class AxialRotary:
 @dataclass(frozen=True)
 class MultimodalRotary:
     """Rotary embedding of time, height and width (Wang et al. 2024, arXiv 2409.12191). `turns`: the position that each
-    frequency follows: 0 time, 1 height, 2 width.
+    frequency uses: 0 for time, 1 for height, 2 for width.
     """
 
     theta: float
@@ -63,7 +63,7 @@ class MultimodalRotary:
     turns: tuple[int, ...]
 
     def table(self, positions: Tensor) -> Tensor:
-        """Return the table for `positions` [3, n]."""
+        """Return the cosines and sines for `positions` [3, n]: fp32 [2, n, width]."""
         device = positions.device
         frequencies = _frequencies(self.theta, self.width, device)
         return _cosines_and_sines(positions[_index(self.turns, device)].transpose(0, 1).float() * frequencies)
@@ -95,26 +95,26 @@ class Order(NamedTuple):
 
     @classmethod
     def of_chunks(cls, chunks: tuple[int, ...], ranks: int, tokens: int, device: torch.device) -> Self:
-        """Return the placement in which each chunk has its tokens of rank 0, then of rank 1, and so on.
+        """Return the order by chunks: each chunk has the tokens of rank 0, then of rank 1, and so on.
 
-        `chunks`: tokens of a rank in each chunk. Ranks have consecutive tokens of the sequence, whose `tokens` are
-        followed by padding.
+        `chunks`: number of tokens of a rank in each chunk. Ranks have consecutive tokens of a sequence of `tokens`
+        tokens, which padding follows.
         """
         rows, tokens_by_row = _chunk_rows(chunks, ranks, device)
         return cls(rows[:tokens], tokens_by_row)
 
     def chosen(self, x: Tensor) -> Tensor:
-        """Return the tokens of `x` [S, ...] in order and without padding: [n, ...]."""
+        """Return the rows of `x` [S, ...] in the order of tokens, without padding: [n, ...]."""
         return _Reordered.apply(x, self, False)  # pyright: ignore[reportReturnType]
 
     def placed(self, x: Tensor) -> Tensor:
-        """Put the tokens `x` [n, ...] into their rows, with zeros for padding: [S, ...]."""
+        """Return [S, ...] with the tokens `x` [n, ...] in their rows, and zeros for padding."""
         return _Reordered.apply(x, self, True)  # pyright: ignore[reportReturnType]
 
 
 @lru_cache(maxsize=16)
 def _chunk_rows(chunks: tuple[int, ...], ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the row of each token, and the token of each row, padding included."""
+    """Return the row of each token, and the token of each row, including padding."""
     by_chunk = torch.arange(sum(chunks) * ranks).split([ranks * tokens for tokens in chunks])
     by_rank = [rows.view(ranks, tokens) for rows, tokens in zip(by_chunk, chunks, strict=True)]
     rows = torch.cat(by_rank, dim=1).flatten()
@@ -155,7 +155,7 @@ def rotated_heads(
         dim: D.
         order: placement of the tokens of the projection, if they are not in order.
         members: size of the group that exchanges heads for tokens. If it is larger than 1, the results are
-            [n, members, H / members, D]: in this shape their gradients are views after the exchange.
+            [n, members, H / members, D]: in this shape the exchange returns gradients as views.
     """
     if order is not None and not _in_one_pass(mixed, table_2nD):
         mixed, order = order.chosen(mixed), None
@@ -190,12 +190,12 @@ def _turn(x: Tensor, table_2nD: Tensor, out: Tensor, *, along: Tensor | None = N
 
 
 def _along(x: Tensor, table_2nD: Tensor) -> Tensor:
-    """Multiply each rotated element by its cosine, in fp32."""
+    """Return each rotated element of `x` times its cosine, in fp32."""
     return x[..., : table_2nD.shape[-1]] * _by_heads(table_2nD[0], x)
 
 
 def _in_one_pass(x: Tensor, table_2nD: Tensor) -> bool:
-    """Whether to compile, which is not worthwhile for fewer than two tokens."""
+    """Return whether to use compiled functions, which are not worthwhile for fewer than two tokens."""
     return compiles_for(x) and table_2nD.shape[1] > 1
 
 
@@ -225,7 +225,7 @@ def _rotated(x: Tensor, table_2nD: Tensor, *, back: bool) -> Tensor:
 
 
 class _RotatedHeads(torch.autograd.Function):
-    """Implements `rotated_heads`. No output is a view of the projection, which would keep all of it in memory."""
+    """Autograd function of `rotated_heads`. No output is a view of the projection, which would stay in memory."""
 
     @staticmethod
     def forward(
@@ -250,7 +250,7 @@ class _RotatedHeads(torch.autograd.Function):
 
 def _heads_turned_in_passes(mixed: Tensor, table_2nD: Tensor, dim: int) -> tuple[Tensor, ...]:
     heads = _token_heads(mixed, table_2nD.shape[1], dim)
-    # Queries and keys are adjacent.
+    # Queries and keys are adjacent, so one product with the cosines computes both.
     sizes = (heads.shape[2] - 2, 1)
     alongs = _along(heads[:, :, :-1], table_2nD).split(sizes, dim=2)
     outs = tuple(heads.new_empty(*heads.shape[:2], size, dim) for size in sizes)
@@ -260,7 +260,7 @@ def _heads_turned_in_passes(mixed: Tensor, table_2nD: Tensor, dim: int) -> tuple
 
 
 def _heads_turned_back(ctx: Any, table_2nD: Tensor, grads: Sequence[Tensor]) -> Tensor:
-    # An empty tensor of the projection's length, which uses no memory.
+    # If tokens are in order, pass an empty tensor of the projection's length, which uses no memory.
     tokens = grads[0].new_empty(ctx.shape[0], 0) if ctx.order is None else ctx.order.tokens
     return run(heads_turned_back, *grads, *table_2nD.unbind(), tokens).view(ctx.shape)
 
@@ -279,7 +279,7 @@ def _heads_turned_back_in_passes(ctx: Any, table_2nD: Tensor, grads: Sequence[Te
 
 def _same_shape(grad: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
     """View a gradient [n, H, D] or [n, members, H / members, D] and its place [n, G, heads, D] in a common shape: by
-    group, and also by member if the gradient is, since a gradient by member has no view by group alone.
+    group, or by member and group if the gradient has a dim for members, which cannot be merged in a view.
     """
     groups, heads = place.shape[1:3]
     if grad.dim() == 3:
@@ -294,7 +294,7 @@ def _same_shape(grad: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
 def heads_turned(
     mixed: Tensor, cosines_nD: Tensor, sines_nD: Tensor, dim: int, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Forward pass of `rotated_heads`. `rows`: the row of each token if tokens are not in order."""
+    """Compute the forward pass of `rotated_heads`. `rows`: the row of each token if tokens are not in order."""
     heads = mixed.view(len(mixed), mixed.shape[-2], mixed.shape[-1] // dim, dim)
     qkv = heads.split((heads.shape[2] - 2, 1, 1), dim=2)
     q, k, v = (x[: len(cosines_nD)] if rows is None else x[rows] for x in qkv)
@@ -305,8 +305,8 @@ def heads_turned(
 def heads_turned_back(
     grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cosines_nD: Tensor, sines_nD: Tensor, tokens: Tensor
 ) -> Tensor:
-    """Backward pass of `rotated_heads`: [S, G, heads of a group, D]. `tokens`: [S], the token of each row (n or larger
-    for padding); an empty tensor [S, 0] if tokens are in order.
+    """Compute the backward pass of `rotated_heads`: [S, G, heads of a group, D]. `tokens`: [S], the token of each row
+    (n or larger for padding); an empty tensor [S, 0] if tokens are in order.
     """
     count = len(grad_v)
     groups, dim = grad_v.shape[1:-1].numel(), grad_v.shape[-1]

@@ -42,24 +42,24 @@ from megatron_hetero.layout.context import AttentionSegments
 def ulysses_scatter_heads(
     q_nHD: Tensor, k_nHD: Tensor, v_nHD: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Exchange heads for tokens: [n, H, D] to [N, H / m, D] for each, in one all-to-all.
+    """Exchange heads for tokens in one all-to-all: queries, keys and values each from [n, H, D] to [N, H / m, D].
 
     Inputs may already be [n, m, H / m, D], which avoids a copy of their gradients. If there are fewer key/value heads
-    than members, they are repeated first, so that each member gets the ones that its query heads use.
+    than members, they are repeated first, so that each member gets the heads that its query heads use.
     """
     members = group.size()
     by_member = [_by_member(x, members) for x in (q_nHD, k_nHD, v_nHD)]
     widths = [x.shape[2] for x in by_member]
-    # One buffer, ordered by receiver: [m, n, (q | k | v heads of that receiver), D]
+    # Pack one buffer, ordered by receiver: [m, n, (q | k | v heads of the receiver), D].
     packed = torch.cat([x.transpose(0, 1) for x in by_member], dim=2)
     tokens, dim = len(q_nHD), q_nHD.shape[-1]
-    rows = packed.flatten(0, 1).flatten(1)  # [m * n, heads * D], even if n is 0.
+    rows = packed.flatten(0, 1).flatten(1)  # The shape is [m * n, heads * D], even if n is 0.
     received = tensor_parallel.all_to_all(group, rows, list(lengths), [tokens] * members)
     return received.unflatten(1, (sum(widths), dim)).split(widths, dim=1)  # pyright: ignore[reportReturnType]
 
 
 def ulysses_gather_heads(x_Nc: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-    """Exchange tokens for heads: [N, H / m * D] to [n, H * D]."""
+    """Exchange tokens for heads in one all-to-all, from [N, H / m * D] to [n, H * D]."""
     members, tokens = group.size(), lengths[group.rank()]
     received = tensor_parallel.all_to_all(group, x_Nc, [tokens] * members, list(lengths))
     return received.unflatten(0, (members, tokens)).transpose(0, 1).flatten(1)
@@ -68,8 +68,8 @@ def ulysses_gather_heads(x_Nc: Tensor, lengths: tuple[int, ...], group: dist.Pro
 def gather_keys(
     k_nHD: Tensor, v_nHD: Tensor, lengths: tuple[int, ...], index: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """Gather keys and values over the group and select those at `index` (see `padded_index`): [len(index), H, D] for
-    each. `lengths`: tokens of each member.
+    """Gather keys and values over `group` and return the rows at `index` (see `padded_index`), each [len(index), H, D].
+    `lengths`: number of tokens of each member.
     """
     local = torch.cat((k_nHD, v_nHD), dim=1)
     padding = max(lengths) - len(local)
@@ -79,7 +79,7 @@ def gather_keys(
 
 
 def padded_index(index: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-    """Convert an index into the tokens of all members to an index into members that are padded to the longest.
+    """Convert indices of the tokens of all members to indices of the tokens with each member padded to the longest.
 
     >>> padded_index(np.array([0, 1, 2, 3]), (1, 0, 3)).tolist()
     [0, 6, 7, 8]
@@ -90,7 +90,7 @@ def padded_index(index: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
 
 
 def _by_member(x: Tensor, members: int) -> Tensor:
-    """View or repeat heads as [n, m, heads of a member, D]."""
+    """View heads as [n, m, heads of a member, D], after repeating heads that `members` does not divide."""
     if x.dim() == 4:
         return x
     copies = math.lcm(x.shape[1], members) // x.shape[1]
@@ -98,7 +98,7 @@ def _by_member(x: Tensor, members: int) -> Tensor:
 
 
 class ShapeBucket(NamedTuple):
-    """The number of `segments` with this number of `queries` and `keys` each."""
+    """A shape of segments, by its number of `queries` and of `keys`, and the number of `segments` with this shape."""
 
     queries: int
     keys: int
@@ -109,7 +109,7 @@ class ShapeBucket(NamedTuple):
 class PackedSegments(PackedSeqParams):
     """Segments of attention in a pack (`megatron_hetero.layout.context`): queries attend within their segment.
 
-    As Megatron's `PackedSeqParams` it has the offsets of queries and keys, int32 [segments + 1] on the device, for
+    Like Megatron's `PackedSeqParams` it has the offsets of queries and keys, int32 [segments + 1] on the device, for
     kernels that compute all segments at once. Kernels that compute segments of one shape at a time use `buckets`,
     `order`, `key_order` and `causal_mask`, which are computed once for all layers.
 
@@ -123,7 +123,7 @@ class PackedSegments(PackedSeqParams):
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> PackedSegments:
-        """Return the segments of consecutive whole sequences of `lengths` tokens, without empty ones."""
+        """Return the segments of consecutive whole sequences of `lengths` tokens, omitting empty sequences."""
         return cls.of_segments(AttentionSegments.whole(lengths), device)
 
     @classmethod
@@ -145,7 +145,7 @@ class PackedSegments(PackedSeqParams):
 
     @cached_property
     def buckets(self) -> tuple[ShapeBucket, ...]:
-        """Shapes of the segments, in the order of their first occurrence."""
+        """Shapes of the segments with their counts, in the order of first occurrence."""
         counts = np.bincount(self._bucket_of_segment, minlength=len(self._shapes))
         return tuple(ShapeBucket(*shape, int(counts[i])) for shape, i in self._shapes.items())
 
@@ -160,8 +160,8 @@ class PackedSegments(PackedSeqParams):
         return self._order(self.segments.keys)
 
     def causal_mask(self, bucket: ShapeBucket) -> Tensor:
-        """Return bool [queries, keys], True where a query sees a key: the last query sees all keys, and each earlier
-        query one key less than the next.
+        """Return the causal mask, bool [queries, keys], True where a query sees a key: the last query sees all keys,
+        and each earlier query sees one key less than the next query.
         """
         if bucket not in self._masks:
             everything = torch.ones(bucket.queries, bucket.keys, dtype=torch.bool, device=self.cu_seqlens_q.device)

@@ -16,10 +16,10 @@ from megatron_hetero.models.layers.chunks import Chunks
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """The consecutive sequences of a pack. Everything derived is computed once for all layers.
+    """The consecutive sequences of a pack. Derived tensors are computed once for all layers.
 
     Attributes:
-        lengths: tokens of each sequence; some may be empty.
+        lengths: number of tokens of each sequence; sequences may be empty.
         device: device of the tensors.
         members: size of the `cp` group, whose members have zigzag chunks of every sequence.
     """
@@ -52,7 +52,7 @@ class Sequences:
 
     @cached_property
     def host_cu_seqlens(self) -> Tensor:
-        """`cu_seqlens` in host memory."""
+        """Boundaries of the sequences in host memory, int64 [sequences + 1]."""
         return torch.from_numpy(np.cumsum([0, *self.lengths], dtype=np.int64))
 
     @cached_property
@@ -67,7 +67,7 @@ class Sequences:
 
     @cached_property
     def chunks(self) -> Chunks:
-        """Chunks for the gated delta rule."""
+        """Chunks of the sequences, for the gated delta rule."""
         return Chunks.of(self.lengths, self.device)
 
     @cached_property

@@ -1,8 +1,8 @@
 """Causal depthwise convolution over a few tokens along each sequence, then SiLU, computed in fp32 and rounded once.
 Only the input is saved for the backward pass.
 
-On a CPU the tokens of a sequence are computed in blocks of rows that stay in the cache. On a GPU with a compiler there
-is one kernel each way (and one for the weight's gradient), without a compiler there are several.
+On a CPU the tokens of a sequence are computed in blocks of rows that stay in the cache. On a GPU with a compiler, one
+kernel computes each pass (and one the weight's gradient); without a compiler there are several kernels.
 
 Shape suffixes: n tokens, c channels, t taps, l tokens of a block of rows.
 """
@@ -21,12 +21,12 @@ from megatron_hetero.models.layers.compiled import run
 from megatron_hetero.models.layers.sequences import Sequences
 
 ROWS = 2**17
-"""Elements of a block of rows on a CPU."""
+"""Number of elements in a block of rows on a CPU."""
 
 
 def convolved(x_nc: Tensor, weight_ct: Tensor, sequences: Sequences) -> Tensor:
-    """Convolve along each sequence, with zeros before it, and apply SiLU: [n, c], in the dtype of `x_nc`. The last tap
-    multiplies the token itself.
+    """Convolve `x_nc` along each sequence, with zeros before it, and apply SiLU. Return [n, c] in the dtype of `x_nc`.
+    The last tap multiplies the current token.
     """
     return _Convolved.apply(x_nc, weight_ct, sequences)  # pyright: ignore[reportReturnType]
 
@@ -60,7 +60,7 @@ def _gradients_by_rows(grad: Tensor, x_nc: Tensor, weight_ct: Tensor, sequences:
     grad_x, weight_tc, taps = torch.empty_like(x_nc), _by_tap(weight_ct), weight_ct.shape[1]
     grad_weight_tc = torch.zeros_like(weight_tc)
     for start, begin, stop, end in _rows(sequences.lengths, x_nc.shape[1]):
-        # Later tokens that see this block are computed here too, and again in their own block.
+        # Tokens after this block that depend on it are computed here too, and again in the next block.
         until = min(stop + taps - 1, end)
         grad_mixed = _silu_backward(grad[begin:until], _mixed(x_nc, weight_tc, start, begin, until, end))
         grad_rows = grad_mixed[: stop - begin] * weight_tc[-1]
@@ -88,7 +88,7 @@ def _rows(lengths: tuple[int, ...], channels: int) -> Iterator[tuple[int, int, i
 
 
 def _mixed(x_nc: Tensor, weight_tc: Tensor, start: int, begin: int, stop: int, end: int) -> Tensor:  # noqa: ARG001
-    """Convolve rows [begin, stop) of the sequence from `start`: fp32 [l, c]."""
+    """Return the convolution of rows [begin, stop) of the sequence that begins at `start`: fp32 [l, c]."""
     out = x_nc[begin:stop] * weight_tc[-1]
     for back in range(1, len(weight_tc)):
         first = max(start, begin - back)
@@ -102,13 +102,13 @@ def _by_tap(weight_ct: Tensor) -> Tensor:
 
 
 def _silu_backward(grad: Tensor, mixed: Tensor) -> Tensor:
-    """Return the gradient of SiLU's input `mixed`, which is overwritten."""
+    """Return the gradient of `mixed`, the input of SiLU. `mixed` is overwritten."""
     gate = mixed.sigmoid()
     return mixed.mul_(1 - gate).add_(1).mul_(gate).mul_(grad)
 
 
 def _fixed(weight_ct: Tensor) -> Tensor:
-    """Return the weight, which may be a slice of a parameter, as a parameter: `run` compiles for the sizes of these."""
+    """Return the weight as a parameter, because `run` compiles for the fixed shapes of parameters."""
     return torch.nn.Parameter(weight_ct.detach(), requires_grad=False)
 
 
@@ -120,13 +120,13 @@ def _run(function: Any, *inputs: Tensor) -> Any:
 
 
 def activated(x_nc: Tensor, weight_ct: Tensor, offsets_n: Tensor) -> Tensor:
-    """Forward pass of `convolved`. `offsets_n`: offset of each token in its sequence."""
+    """Compute the forward pass of `convolved`. `offsets_n`: offset of each token in its sequence."""
     mixed = _convolve(x_nc, weight_ct, offsets_n)
     return (mixed * mixed.sigmoid()).to(x_nc.dtype)
 
 
 def gradients(grad: Tensor, x_nc: Tensor, weight_ct: Tensor, offsets_n: Tensor) -> tuple[Tensor, Tensor]:
-    """Backward pass of `convolved`: gradients of the input, and of the weight in fp32."""
+    """Return the gradients of the input of `convolved`, and of its weight in fp32."""
     mixed, taps = _convolve(x_nc, weight_ct, offsets_n), weight_ct.shape[1]
     gate = mixed.sigmoid()
     grad_mixed = grad * gate * (1 + mixed * (1 - gate))
@@ -147,11 +147,11 @@ def _convolve(x_nc: Tensor, weight_ct: Tensor, offsets_n: Tensor) -> Tensor:
 
 
 def _before(x_nc: Tensor, back: int, offsets_n: Tensor) -> Tensor:
-    """Return for each token the one `back` tokens earlier, or zeros before its sequence."""
+    """Return for each token the row of `x_nc` that is `back` tokens earlier, or zeros before its sequence."""
     return torch.where((offsets_n >= back)[:, None], _moved(x_nc, back), 0)
 
 
 def _moved(x: Tensor, back: int) -> Tensor:
-    """Return for each row the one `back` rows earlier (later if negative), clamped to the first or last row."""
+    """Return for each row of `x` the row `back` places earlier (later if negative), clamped to the ends of `x`."""
     rows = torch.arange(len(x), device=x.device) - back
     return x[rows.clamp(0, len(x) - 1)]

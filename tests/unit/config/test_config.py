@@ -283,6 +283,8 @@ IN_FLAGS = [
         ["data.registry.x (--data.registry.x.annotations): neither "],
     ),
     ("--data.shuffle yes", ["true or false"]),
+    ("--model.freeze text text", ["model.freeze", "each entry once"]),
+    ("--model.train *.mlp.* *.mlp.*", ["model.train", "each entry once"]),
     ("--detail-hf_path x", ["modules.detail.token (--detail-token): found no value, expected a placeholder"]),
     ("--text-hf_path x --text-token y", ["the name `text`", "for example `detail`"]),
     ("--visual-hf_path x --visual-token y", ["the name `visual`"]),

@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hetero.base.errors import UserError
+from megatron_hetero.data.dealing import ByBudget
 from megatron_hetero.data.loader import StepBatch
-from megatron_hetero.data.packing import ByBudget, PackMetadata, TokenizedSample
+from megatron_hetero.data.packing import PackMetadata, TokenizedSample
 from megatron_hetero.data.processor import Processor
 from megatron_hetero.data.records import Record
 from megatron_hetero.job.job import Budget

@@ -283,6 +283,16 @@ def test_without_the_check_they_are_applied() -> None:
 
 
 @on_ranks(2, timeout_s=40)
+def test_an_optimizer_may_drop_gradients_in_its_update() -> None:
+    topology, model = running.topology_of_world(2, text="dp:2"), net()
+    optimizer = build_optimizers(topology, {"text": model}, MOMENTUM)
+    optimizer.by_module["text"].register_step_post_hook(lambda *_: model.zero_grad())
+    for _ in range(2):
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step(tokens=6)
+
+
+@on_ranks(2, timeout_s=40)
 def test_finished_gradients_are_finite() -> None:
     topology, model = running.topology_of_world(2, text="dp:2"), net()
     optimizer = build_optimizers(topology, {"text": model}, MOMENTUM)

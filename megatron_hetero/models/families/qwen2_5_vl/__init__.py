@@ -1,1 +1,1 @@
-"""Qwen2.5-VL."""
+"""The model family Qwen2.5-VL."""

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL, and its supported configurations."""
+"""The model family Qwen2.5-VL, and its supported configurations."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from megatron_hetero.models.families.common import PICTURES, PictureFamily, of_text, of_vision, require
 from megatron_hetero.models.items.videos import ProcessorDefaults, Videos
 
-# Shapes import torch, which takes a second.
+# Importing shapes imports torch, which takes a second.
 if TYPE_CHECKING:
     from megatron_hetero.models.families.qwen2_5_vl.shapes import TextShape, VisionShape
 
 DEFAULT_SECTIONS = (16, 24, 24)
-"""Default of `mrope_section`: rotary frequencies for time, height and width."""
+"""Default of `mrope_section`: numbers of rotary frequencies for time, height and width."""
 
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 """Mean and standard deviation of CLIP's pictures (Radford et al. 2021, arXiv 2103.00020)."""
@@ -22,7 +22,7 @@ _VIDEOS = ProcessorDefaults(fps=None, low=128 * 28**2, high=768 * 28**2, cap=128
 
 
 class Qwen25VL(PictureFamily):
-    """The family `qwen2_5_vl`, with language models `qwen2`."""
+    """The model family `qwen2_5_vl`, which also accepts language models of type `qwen2`."""
 
     model_type, title = "qwen2_5_vl", "Qwen2.5-VL"
     language_models = ("qwen2",)

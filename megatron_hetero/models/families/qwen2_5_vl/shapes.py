@@ -20,21 +20,21 @@ from megatron_hetero.models.layers.norms import Norm
 
 @dataclass(frozen=True)
 class VisionShape(ImageEncoderShape):
-    """Vision encoder with a merger, its projector."""
+    """Shape of the vision encoder, whose projector is a merger."""
 
     family = "qwen2_5_vl"
 
     window: int
-    """Units per side of a window."""
+    """Side of a window in units."""
     full_layers: frozenset[int]
 
     @property
     def position_dims(self) -> int:
-        """Coordinates of a patch: row and column."""
+        """Number of coordinates of a patch: row and column."""
         return 2
 
     def order(self, size: ImageSize) -> ItemOrder:
-        """Return the order of an image's patches, window by window."""
+        """Return the order of an image's units, window by window."""
         return picture_order(size, self.merge, self.window)
 
     @property
@@ -71,12 +71,12 @@ def _encoder(v: VisionShape) -> Architecture:
 
 @dataclass(frozen=True)
 class TextShape(LanguageModelShape):
-    """Language model with biases of queries, keys and values."""
+    """Shape of the language model, whose queries, keys and values have biases."""
 
     family = "qwen2_5_vl"
     qkv_bias, head_norms = True, False
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """Consecutive frequencies for time, height and width."""
+        """Axis of each rotary frequency: consecutive sections for time (0), height (1) and width (2)."""
         return tuple(dim for dim, count in enumerate(self.mrope_section) for _ in range(count))

@@ -1,1 +1,1 @@
-"""Qwen3.5."""
+"""The model family Qwen3.5."""

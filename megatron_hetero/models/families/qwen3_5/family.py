@@ -1,4 +1,4 @@
-"""Qwen3.5, and its supported configurations. Qwen3.6 and Qwen3.8 have the same model type."""
+"""The model family Qwen3.5, and its supported configurations. Qwen3.6 and Qwen3.8 have the same model type."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megatron_hetero.base.files import RESTORE, Json, Only, shown
 from megatron_hetero.models.families.common import of_text, positive, require
 from megatron_hetero.models.families.qwen3_vl.family import Qwen3VL
 
-# Shapes import torch, which takes a second.
+# Importing shapes imports torch, which takes a second.
 if TYPE_CHECKING:
     from megatron_hetero.models.families.qwen3_5.shapes import TextShape
 
 DEFAULT_SECTIONS = (11, 11, 10)
-"""Default of `mrope_section`: rotary frequencies for time, height and width."""
+"""Default of `mrope_section`: numbers of rotary frequencies for time, height and width."""
 ROTATED = 0.25
-"""Fraction of a head that is rotated."""
+"""Fraction of each attention head that is rotated."""
 DELTA, FULL = "linear_attention", "full_attention"
 """Kinds of layers in configurations: gated delta net and softmax attention."""
 
@@ -26,7 +26,7 @@ _PUBLISHED = "use a model that was trained that way, such as the published ones"
 
 
 class Qwen3_5(Qwen3VL):
-    """The family `qwen3_5`, with language models `qwen3_5_text`. Its encoder is Qwen3-VL's without DeepStack."""
+    """The model family `qwen3_5`, whose encoder is Qwen3-VL's without DeepStack. It also accepts `qwen3_5_text`."""
 
     model_type, title = "qwen3_5", "Qwen3.5"
     language_models = ("qwen3_5_text",)
@@ -51,7 +51,7 @@ class Qwen3_5(Qwen3VL):
 
     def check_values(self, path: Path, values: dict[str, Json]) -> None:
         super().check_values(path, values)
-        # transformers divides by this value and drops the key.
+        # transformers divides by `full_attention_interval` and drops the key.
         for at, section in (("", values), ("text_config.", values.get("text_config"))):
             every = section.get("full_attention_interval") if isinstance(section, dict) else None
             if every is not None and not (isinstance(every, int) and every > 0):
@@ -75,7 +75,7 @@ class Qwen3_5(Qwen3VL):
         ))  # fmt: skip
 
     def rope_settings(self, head_dim: int) -> dict[str, Any]:
-        # As in published models (11, 11 and 10 of 32): time, height and width in turns.
+        # As in published models (11, 11 and 10 of 32), time, height and width take frequencies in turn.
         frequencies = head_dim // 8
         sections = [(frequencies + 2 - turn) // 3 for turn in range(3)]
         return {"mrope_section": sections, "mrope_interleaved": True, "partial_rotary_factor": ROTATED}

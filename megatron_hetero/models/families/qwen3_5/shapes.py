@@ -14,8 +14,8 @@ from megatron_hetero.models.layers.parts import FORWARD, AttentionPart, Tokens
 
 @dataclass(frozen=True)
 class TextShape(LanguageModelShape):
-    """Language model whose layers have gated delta nets or, in `full` layers, gated softmax attention. Weights of norms
-    are centred at zero.
+    """Shape of the language model, whose layers have gated delta nets or, in `full` layers, gated softmax attention.
+    Weights of norms are centred at zero.
     """
 
     family = "qwen3_5"
@@ -24,7 +24,7 @@ class TextShape(LanguageModelShape):
     full: tuple[bool, ...]
     """Whether each layer has softmax attention."""
     key_heads: int
-    """Key heads of a delta net, each with the same number of value heads."""
+    """Number of key heads of a delta net, a divisor of the number of value heads."""
     value_heads: int
     key_dim: int
     value_dim: int
@@ -33,12 +33,12 @@ class TextShape(LanguageModelShape):
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """Time, height and width in turns, until the sections of height and width are used up; then time."""
+        """Axis of each rotary frequency: time, height and width in turn while their sections last, then time."""
         section = self.mrope_section
         return tuple(i % 3 if i % 3 and i < 3 * section[i % 3] else 0 for i in range(sum(section)))
 
     def norm(self, number: int) -> Norm:
-        """Return the norm before each part of layer `number`, or the final norm if it is the number of layers."""
+        """Return the norm before each part of layer `number`, or the final norm if `number` is the number of layers."""
         return replace(super().norm(number), offset=1)
 
     def attention(self, number: int) -> AttentionPart:
@@ -51,8 +51,8 @@ class TextShape(LanguageModelShape):
         return replace(attention, gated=True, head_norm=Norm(self.head_dim, self.norm_eps, offset=1))
 
     def layer_costs(self, tokens: int) -> Sequence[float] | None:
-        """Return the operations of each layer on a sequence of `tokens` tokens, which grow quadratically only for
-        softmax attention; None if all are equal.
+        """Return the FLOPs of each layer on a sequence of `tokens` tokens, which grow quadratically only for softmax
+        attention; None if all layers have equal FLOPs.
         """
         costs = [layer.operations(Tokens([tokens])).of(FORWARD) for layer in self.architecture.layers]
         return costs if len(set(costs)) > 1 else None

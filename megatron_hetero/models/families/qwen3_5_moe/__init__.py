@@ -1,1 +1,1 @@
-"""Qwen3.5-MoE."""
+"""The model family Qwen3.5-MoE."""

@@ -1,4 +1,4 @@
-"""Qwen3.5-MoE, which is Qwen3.5 with experts, and its supported configurations."""
+"""The model family Qwen3.5-MoE, which is Qwen3.5 with experts, and its supported configurations."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from megatron_hetero.models.families.common import expert_fields, fused_expert, of_experts, require
 from megatron_hetero.models.families.qwen3_5.family import DEFAULT_SECTIONS, Qwen3_5, of_layers
 
-# Shapes import torch, which takes a second.
+# Importing shapes imports torch, which takes a second.
 if TYPE_CHECKING:
     from megatron_hetero.models.families.qwen3_5_moe.shapes import TextShape
 
 
 class Qwen3_5Moe(Qwen3_5):
-    """The family `qwen3_5_moe`, with language models `qwen3_5_moe_text`. All layers have experts."""
+    """The model family `qwen3_5_moe`, with experts in all layers. It also accepts type `qwen3_5_moe_text`."""
 
     model_type, title = "qwen3_5_moe", "Qwen3.5-MoE"
     language_models = ("qwen3_5_moe_text",)

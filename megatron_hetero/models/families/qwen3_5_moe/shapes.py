@@ -12,14 +12,14 @@ from megatron_hetero.models.layers.parts import MLPPart
 
 @dataclass(frozen=True)
 class TextShape(ExpertShape, shapes.TextShape):
-    """Language model in which every layer has experts in place of an MLP, and an MLP for all tokens beside them."""
+    """Shape of a language model in which every layer has experts and a shared MLP for all tokens."""
 
     family = "qwen3_5_moe"
 
     shared_ffn: int
-    """Width of the MLP beside the experts."""
+    """Width of the shared MLP."""
 
     def mlp(self, number: int) -> MLPPart:
-        """Return the experts of layer `number` and the MLP beside them."""
+        """Return the MLP part of layer `number`: its experts and the shared MLP."""
         gate, up, down = (f"mlp.shared_expert.{kind}_proj" for kind in ("gate", "up", "down"))
         return self.expert_mlp(MLP(self.hidden, self.shared_ffn, stored=(gate, up, down)))

@@ -1,1 +1,1 @@
-"""Qwen3-VL."""
+"""The model family Qwen3-VL."""

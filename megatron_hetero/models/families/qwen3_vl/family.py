@@ -1,4 +1,4 @@
-"""Qwen3-VL, and its supported configurations."""
+"""The model family Qwen3-VL, and its supported configurations."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from megatron_hetero.models.families.common import (
 )
 from megatron_hetero.models.items.videos import ProcessorDefaults, Videos
 
-# Shapes import torch, which takes a second.
+# Importing shapes imports torch, which takes a second.
 if TYPE_CHECKING:
     from megatron_hetero.models.families.qwen3_vl.shapes import VisionShape
     from megatron_hetero.models.language import LanguageModelShape
 
 DEFAULT_SECTIONS = (24, 20, 20)
-"""Default of `mrope_section`: rotary frequencies for time, height and width."""
+"""Default of `mrope_section`: numbers of rotary frequencies for time, height and width."""
 
 _HALF = (0.5, 0.5, 0.5)
 _VIDEOS = ProcessorDefaults(fps=2.0, low=128 * 32**2, high=768 * 32**2, cap=768, mean=_HALF, std=_HALF)
 
 
 class Qwen3VL(PictureFamily):
-    """The family `qwen3_vl`, with language models `qwen3`."""
+    """The model family `qwen3_vl`, which also accepts language models of type `qwen3`."""
 
     model_type, title = "qwen3_vl", "Qwen3-VL"
     language_models = ("qwen3",)
@@ -77,7 +77,7 @@ class Qwen3VL(PictureFamily):
         return {"mrope_section": [frequencies - 2 * space, space, space], "mrope_interleaved": True}
 
     def encoder_settings(self, config: Any) -> dict[str, Any]:
-        # Families without DeepStack lack the key.
+        # Configurations of families without DeepStack lack the key.
         return super().encoder_settings(config) | {"deepstack_visual_indexes": list(_deepstack(config.vision_config))}
 
     def encoder_shape(self, config: Any, encoder: str, /) -> VisionShape:
@@ -97,7 +97,7 @@ class Qwen3VL(PictureFamily):
 
 
 def _deepstack(vision: Any) -> tuple[int, ...]:
-    """Return the earlier layers that have an output. Families without such outputs lack the key."""
+    """Return the inner layers after which the encoder has an output; none if the configuration lacks the key."""
     return tuple(getattr(vision, "deepstack_visual_indexes", ()))
 
 

@@ -35,11 +35,11 @@ class PositionTable(Part):
     hidden: int
 
     def tensors(self) -> TensorShapes:
-        """Return the table."""
+        """Return the shape of the stored table."""
         return {"weight": (self.side**2, self.hidden)}
 
     def slices(self, stored: str, share: Share) -> WeightMap:
-        """Return the whole table on every rank."""
+        """Return the slices of the parameter: the whole table on every rank."""
         return {"weight": whole(f"{stored}weight", self.side**2)}
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
@@ -76,27 +76,27 @@ def taps(positions_4n: Tensor, side: int) -> tuple[Tensor, Tensor]:
 
 
 DEEPSTACK = "deepstack."
-"""Prefix of the names of outputs after inner layers, before a number (Meng et al. 2024, arXiv 2406.04334)."""
+"""Prefix of the numbered names of outputs after inner layers (Meng et al. 2024, arXiv 2406.04334)."""
 
 
 @dataclass(frozen=True)
 class VisionShape(ImageEncoderShape):
-    """Vision encoder with several mergers, its projector."""
+    """Shape of the vision encoder, whose projector consists of several mergers."""
 
     family = "qwen3_vl"
 
     table_side: int
-    """Places per side of the table of position embeddings."""
+    """Number of places per side of the table of position embeddings."""
     deepstack: tuple[int, ...]
     """Inner layers after which there is an output, in order."""
 
     @property
     def position_dims(self) -> int:
-        """Coordinates of a patch: row, column, and the number of rows and columns of the image."""
+        """Number of coordinates of a patch: its row and column, and the image's numbers of rows and columns."""
         return 4
 
     def order(self, size: ImageSize) -> ItemOrder:
-        """Return the order of an image's patches, in raster order."""
+        """Return the order of an image's units, which is raster order."""
         return picture_order(size, self.merge, window=1)
 
     def positions(self, size: ImageSize, units: np.ndarray) -> np.ndarray:
@@ -106,7 +106,7 @@ class VisionShape(ImageEncoderShape):
 
     @property
     def architecture(self) -> Architecture:
-        """Patch and position embedding, layers of one kind, and mergers after several of them."""
+        """Patch and position embedding, identical layers, a final merger, and mergers after inner layers."""
         return _encoder(self)
 
 
@@ -149,19 +149,19 @@ def _encoder(v: VisionShape) -> Architecture:
 
 @dataclass(frozen=True)
 class TextShape(LanguageModelShape):
-    """Language model with norms of queries and keys."""
+    """Shape of the language model, whose queries and keys are normalised."""
 
     family = "qwen3_vl"
     qkv_bias, head_norms = False, True
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """Time, height and width in turns, until the sections of height and width are used up; then time."""
+        """Axis of each rotary frequency: time, height and width in turn while their sections last, then time."""
         return tuple(i % 3 if i % 3 and i < 3 * self.mrope_section[i % 3] else 0 for i in range(self.head_dim // 2))
 
     def entry_layer(self, output: str) -> int | None:
-        """Return 0 for `ROWS`. Rows of the encoder's inner outputs are added after the first layers of this model, one
-        output per layer.
+        """Return the layer at which rows of `output` enter: 0 for `ROWS`; layer i for the encoder's inner output i;
+        None if unknown.
         """
         if output == ROWS:
             return 0

@@ -1,1 +1,1 @@
-"""Qwen3-VL with experts."""
+"""The model family Qwen3-VL-MoE."""

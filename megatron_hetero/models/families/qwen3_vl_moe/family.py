@@ -1,4 +1,4 @@
-"""Qwen3-VL-MoE, which is Qwen3-VL with experts, and its supported configurations."""
+"""The model family Qwen3-VL-MoE, which is Qwen3-VL with experts, and its supported configurations."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron_hetero.base.files import RESTORE, Json, Only, shown
 from megatron_hetero.models.families.common import expert_fields, fused_expert, of_experts, positive, require
 from megatron_hetero.models.families.qwen3_vl.family import DEFAULT_SECTIONS, Qwen3VL
 
-# Shapes import torch, which takes a second.
+# Importing shapes imports torch, which takes a second.
 if TYPE_CHECKING:
     from megatron_hetero.models.families.qwen3_vl_moe.shapes import TextShape
 
 
 class Qwen3VLMoe(Qwen3VL):
-    """The family `qwen3_vl_moe`, with language models `qwen3_moe`. Its encoder is Qwen3-VL's."""
+    """The model family `qwen3_vl_moe`, which also accepts language models of type `qwen3_moe`."""
 
     model_type, title = "qwen3_vl_moe", "Qwen3-VL-MoE"
     language_models = ("qwen3_moe",)
@@ -53,7 +53,7 @@ class Qwen3VLMoe(Qwen3VL):
             *positive("text_config", text, "decoder_sparse_step"),
             ("text_config.mlp_only_layers that the model does not have",
              [x for x in text.mlp_only_layers if not 0 <= x < text.num_hidden_layers], []),
-            # In a language model alone, a missing key means that weights are not normalised.
+            # In a configuration of type `qwen3_moe`, a missing key means that expert weights are not normalised.
             ("text_config.norm_topk_prob", getattr(text, "norm_topk_prob", True), True),
         ))  # fmt: skip
         if not any(_sparse(text)):
@@ -76,7 +76,7 @@ class Qwen3VLMoe(Qwen3VL):
 
 
 def _sparse(text: Any) -> tuple[bool, ...]:
-    """Whether each layer has experts."""
+    """Return for each layer whether it has experts."""
     dense, step = set(text.mlp_only_layers), text.decoder_sparse_step
     return tuple((number + 1) % step == 0 and number not in dense for number in range(text.num_hidden_layers))
 

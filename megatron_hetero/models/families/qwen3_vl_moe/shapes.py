@@ -11,13 +11,13 @@ from megatron_hetero.models.layers.parts import MLPPart
 
 @dataclass(frozen=True)
 class TextShape(ExpertShape, shapes.TextShape):
-    """Language model in which some layers, the `sparse` ones, have experts in place of an MLP."""
+    """Shape of the language model, whose `sparse` layers have experts instead of an MLP."""
 
     family = "qwen3_vl_moe"
 
     sparse: tuple[bool, ...]
-    """Whether each layer is sparse."""
+    """For each layer, whether it has experts."""
 
     def mlp(self, number: int) -> MLPPart:
-        """Return the MLP or the experts of layer `number`."""
+        """Return the MLP part of layer `number`: experts in a sparse layer, else an MLP."""
         return self.expert_mlp() if self.sparse[number] else super().mlp(number)
