@@ -1,1 +1,1 @@
-"""Checkpoints that any layout can read: what they hold, how they are written whole or not at all, how a run resumes."""
+"""Checkpoints that any layout can read: their contents, atomic writes, resumption of runs, and conversion."""

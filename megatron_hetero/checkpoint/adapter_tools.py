@@ -1,5 +1,5 @@
-"""Merges an adapter into its base model, and splits a tuned model into its base and an adapter, in one process: tensors
-stream from file to file.
+"""Merges an adapter into its base model, and splits a tuned model into its base and an adapter. Both run in a single
+process, and tensors stream from file to file.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ def merge_adapter(
 
     Args:
         sources: the base model of the adapter.
-        adapter: PEFT folder of the model's own modules; adapters of further encoders are in its `encoders/NAME`.
+        adapter: PEFT folder of the model; adapters of additional encoders are in its subfolders `encoders/NAME`.
         target: a new or empty folder, or an earlier export, which is replaced.
         dtype: dtype of the weights: float32, bfloat16, or "stored" for the base's dtypes.
-        limit: maximum bytes of a weight file, and in memory.
+        limit: maximum size of a weight file, and of the tensors in memory, in bytes.
         advance: receives progress.
 
     Raises:
-        UserError: a folder is damaged or of another model, or `target` cannot be written.
+        UserError: a folder is damaged or has another model, or `target` cannot be written.
     """
     require_apart(target, {"the adapter": adapter, **sources.folders})
     require_writable(target)
@@ -106,7 +106,7 @@ def merge_adapter(
 
 
 def _settings(adapter: Path, shapes: ModelShapes) -> dict[str, ModuleConfig]:
-    """Return settings of modules that load the adapters of a PEFT folder and of the encoders in it."""
+    """Return settings by module that load the adapters in a PEFT folder and in its folders of encoders."""
     layers = {name: dict(linear_layers(shapes[name].architecture)) for name in shapes.modules}
     further = {path.name: path for path in sorted((adapter / ENCODERS).glob("*")) if has_adapter(path)}
     for name in further.keys() - set(shapes.further):
@@ -125,7 +125,7 @@ def _companions(sources: ModelSources, folders: ModelFolders) -> Mapping[str, Co
 
 @dataclass(frozen=True, eq=False)
 class _Weights:
-    """The weights of a model, by stored name."""
+    """The weights of a model, readable by stored name."""
 
     by_module: Mapping[str, StoredWeights]
     shapes: ModelShapes
@@ -140,7 +140,7 @@ class _Weights:
         return self.by_module[module_of(name, self.shapes)].whole(name).reshape(self.sizes[name])
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor in the model's folder, or of its initial values if the folder lacks it."""
+        """Return the dtype of a tensor in the model's folder; of its initial values if the folder lacks the tensor."""
         weights = self.by_module[module_of(name, self.shapes)]
         return (replace(weights, fresh={}) if name in weights.shapes else weights).dtype(name)
 
@@ -157,11 +157,11 @@ class Split:
 
     Attributes:
         layers: number of layers with an adapter.
-        whole: number of tensors saved whole.
+        whole: number of tensors saved in full.
         values: number of values in the adapters.
-        error: norm of the lost difference, relative to that of the whole difference.
+        error: norm of the approximation error, relative to the norm of the difference of the models.
         worst: the layer with the largest relative error, and that error.
-        left_out: tensors that differ but have no place in a PEFT folder.
+        left_out: tensors that differ but cannot be saved in a PEFT folder.
     """
 
     layers: int
@@ -181,22 +181,22 @@ def split_adapter(
     dtype: torch.dtype = torch.float32,
     advance: Advance = lambda *_: None,
 ) -> Split:
-    """Write the adapter of rank `r` that is nearest to the difference of two models as a PEFT folder.
+    """Write the rank-`r` adapter nearest to the difference of two models as a PEFT folder.
 
-    An adapter has the leading singular vectors of the difference of its layer's weights (Eckart and Young 1936), and is
-    exact if the difference has that rank. Other tensors that differ are saved whole where PEFT can have them.
+    Adapters are truncated singular value decompositions of the differences of weights (Eckart and Young 1936), and are
+    exact for differences of at most rank `r`. Other tensors that differ are saved in full if PEFT supports that.
 
     Args:
         sources: the base model.
         tuned: a model of the same shapes.
         target: a new or empty folder, or an earlier export, which is replaced.
-        r: rank; limited by the rows and columns of each layer.
-        targets: layers, as in `modules.NAME.lora.targets`; by default all linear layers that differ.
+        r: rank of the adapters; in each layer at most the number of its rows and columns.
+        targets: layers to adapt, as in `modules.NAME.lora.targets`; by default all linear layers that differ.
         dtype: dtype of the adapters.
         advance: receives progress.
 
     Raises:
-        UserError: a folder is damaged, the models do not differ or have other shapes, no layer matches a target, or
+        UserError: a folder is damaged, the models are equal or of different shapes, no layer matches a target, or
             `target` cannot be written.
     """
     others = {f"the tuned model's {name}": folder for name, folder in tuned.folders.items()}
@@ -230,14 +230,14 @@ def split_adapter(
 
 
 class _Models:
-    """The base and the tuned model. Both passes over their weights, comparing and splitting, report progress."""
+    """The base and the tuned model, compared tensor by tensor with progress reports."""
 
     def __init__(self, base: _Weights, new: _Weights, advance: Advance) -> None:
         self.base, self.new, self._advance = base, new, advance
         self._done, self._total = 0, 2 * sum(map(base.size, base.sizes))
 
     def changed(self) -> set[str]:
-        """Return the tensors that differ."""
+        """Return the names of the tensors that differ between the models."""
         changed = set[str]()
         for name in self.base.sizes:
             if not torch.equal(self.base.whole(name).float(), self.new.whole(name).float()):
@@ -246,7 +246,7 @@ class _Models:
         return changed
 
     def differences(self, weights: Sequence[str], experts: int) -> Iterator[Tensor]:
-        """Yield the difference of a layer's weights, fp64; of each of its `experts` if it has any."""
+        """Yield the fp64 difference of a layer's weights between the models, one matrix for each expert if any."""
         stacked = len(weights) // max(1, experts)
         for first in range(0, len(weights), stacked):
             names = weights[first : first + stacked]
@@ -255,7 +255,7 @@ class _Models:
                 self._progress("splitting", name)
 
     def squares(self, name: str) -> float:
-        """Return the sum of squares of the difference of a tensor."""
+        """Return the sum of squares of a tensor's difference between the models."""
         return float(self._difference(name).square().sum())
 
     def _difference(self, name: str) -> Tensor:
@@ -267,7 +267,7 @@ class _Models:
 
 
 def _require_same(base: ModelShapes, tuned: ModelShapes, where: Path) -> None:
-    """Check that both models have the same tensors. Raises `UserError`."""
+    """Check that both models have tensors of the same names and shapes. Raises `UserError`."""
     one, other = stored_shapes(base), stored_shapes(tuned)
     if different := [name for name in {**one, **other} if one.get(name) != other.get(name)]:
         found, fix = f"a model that differs in the shapes of {listed(different)}", "give a model tuned from the base"
@@ -303,12 +303,12 @@ def _adapted(shapes: ModelShapes) -> Iterator[tuple[str, tuple[Adapter, Sequence
 
 
 def _weights_of(name: str, fused: Mapping[str, Fused]) -> Sequence[str]:
-    """Return the stored weights of a linear layer, or of the experts in a fused tensor."""
+    """Return the names of the stored weights of a linear layer, or of the experts in a fused tensor."""
     return list(fused[name].matrices) if name in fused else [f"{name}.weight"]
 
 
 def _saved_whole(shapes: ModelShapes, plain: ModelShapes, changed: set[str]) -> set[str]:
-    """Return the changed tensors outside linear layers that PEFT can save whole."""
+    """Return the names of changed tensors outside linear layers that PEFT can save in full."""
     whole = set[str]()
     for module in shapes.modules:
         prefix = prefix_of(module, shapes)
@@ -323,8 +323,8 @@ def _saved_whole(shapes: ModelShapes, plain: ModelShapes, changed: set[str]) -> 
 
 
 def _put_nearest(name: str, adapter: Adapter, weights: Sequence[str], models: _Models, put: Put) -> tuple[float, float]:
-    """Write the adapter that is nearest to the difference of a layer; return the sums of squares of what it lacks and
-    of the difference.
+    """Write the adapter nearest to a layer's difference between the models. Return the sums of squares of the
+    approximation error and of the difference.
     """
     a_matrices, b_matrices, missing, total = list[Tensor](), list[Tensor](), 0.0, 0.0
     for difference in models.differences(weights, adapter.experts):
@@ -339,8 +339,8 @@ def _put_nearest(name: str, adapter: Adapter, weights: Sequence[str], models: _M
 
 
 def nearest(matrix: Tensor, r: int) -> tuple[Tensor, Tensor]:
-    """Return A [r, in] and B [out, r] whose product is nearest to the fp64 `matrix` [out, in]. Singular vectors of the
-    shorter side are the eigenvectors of its Gram matrix.
+    """Return A [r, in] and B [out, r] such that B A is nearest to the fp64 `matrix` [out, in]. The singular vectors of
+    its shorter side are computed as eigenvectors of the Gram matrix.
     """
     if matrix.shape[0] > matrix.shape[1]:
         a, b = nearest(matrix.t(), r)
@@ -348,5 +348,5 @@ def nearest(matrix: Tensor, r: int) -> tuple[Tensor, Tensor]:
     _, vectors = torch.linalg.eigh(matrix @ matrix.t())
     b = vectors[:, -r:].flip(1)
     a = b.t() @ matrix
-    root = a.norm(dim=1).sqrt()  # Each factor gets the square root of the singular values.
+    root = a.norm(dim=1).sqrt()  # Scale both factors by the square roots of the singular values.
     return a / root.clamp(min=torch.finfo(root.dtype).tiny)[:, None], b * root

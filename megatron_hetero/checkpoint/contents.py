@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint of a model, and the entries of them that each rank writes and reads."""
+"""The tensors in a model's checkpoint, and the entries (rectangles of tensors) that each rank writes and reads."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from megatron_hetero.step.optimizer_state import OptimizerShard
 
 
 def expected_shapes(shapes: Mapping[str, Shape], frozen: Collection[str], optimizer: OptimizerKind) -> dict[str, Shape]:
-    """Return the shapes of all tensors of a checkpoint, except random states, for a model with tensors of `shapes`.
-    `frozen`: tensors that do not train.
+    """Return the shapes of all tensors in a checkpoint of a model, except random states. `shapes`: shapes of the
+    model's tensors. `frozen`: names of the tensors that do not train.
     """
     trained = {name: shape for name, shape in shapes.items() if optimizer.moments and name not in frozen}
     expected = {f"{WEIGHTS}/{name}": matrix(shape) for name, shape in shapes.items()}
@@ -33,7 +33,7 @@ def written(
     state: JointOptimizer, shapes: Mapping[str, Shape], frozen: Collection[str] | None = None
 ) -> Iterator[Entry]:
     """Yield the entries that this rank writes. Over all ranks, each element of each tensor is written once. `frozen`:
-    the tensors to write among those that do not train; None for all.
+    the frozen tensors to write; None for all.
     """
     for module in state.modules:
         optimizer = state.sharded.get(module.key)
@@ -55,7 +55,7 @@ def written(
 def _written_weights(
     slices: Sequence[TensorSlice], module: TrainedModule, name: str, stored: Stored, shapes: Mapping[str, Shape]
 ) -> Iterator[Entry]:
-    """Yield the weights that this rank stores, or an equal share if all data- and context-parallel ranks store them."""
+    """Yield this rank's weights as entries; an equal share of them if the data- and context-parallel ranks have copies."""
     group, parameter, (begin, end) = module.replicas, module.parameters[name], module.weights.stored(name)
     start, stop = begin, end
     if not module.gradients.reduces_early:
@@ -78,12 +78,12 @@ def _written_shard(
 def read(
     state: JointOptimizer, shapes: Mapping[str, Shape], available: Collection[str], *, imported: bool = False
 ) -> Iterator[Entry | Sequence[Entry]]:
-    """Yield the entries that this rank reads. Of trained weights it reads the masters, from which `renew_weights`
-    computes the weights of all ranks.
+    """Yield the entries that this rank reads. For trained weights these are the master weights, from which
+    `renew_weights` computes the weights of all ranks.
 
-    `available`: tensors of the checkpoint that are read. Other numbers stay as initialised: states of parameters that
-    were frozen when the checkpoint was written, and weights that it lacks. `imported`: whether weights come from a
-    model's folder, rounded as if read from there; optimizers then start from them.
+    `available`: names of the checkpoint's tensors to read. All others, such as optimizer states of parameters that were
+    frozen in the earlier run, keep their initial values. `imported`: whether the checkpoint has only weights imported
+    from a model's folder; optimizers then start from these.
     """
     for module in state.modules:
         optimizer = None if imported else state.sharded.get(module.key)
@@ -97,7 +97,7 @@ def read(
                 blocks = cut(present, width, *module.weights.stored(name))
                 if imported or flat.dtype != torch.bfloat16:
                     yield from entries(WEIGHTS, blocks, flat, shapes)
-                else:  # The checkpoint has masters if the parameter was trained before.
+                else:  # The checkpoint has fp32 master weights if the parameter was trained.
                     staged = flat.float().cpu()
                     yield list(entries(WEIGHTS, blocks, staged, shapes))
                     write_all(Master(FlatTensors((flat,))), staged, flat.device)
@@ -120,19 +120,19 @@ def _read_shard(
         if stored.values is not None and not (kind == WEIGHTS and stored.values.dtype == torch.bfloat16):
             yield from entries(kind, blocks, stored.values, shapes)
             continue
-        # Another format is read on the host, one parameter at a time. Padding is not in the checkpoint.
+        # Read other formats into fp32 on the host, one parameter at a time, then convert. Padding is not stored.
         staged = unpacked(stored, 0, shard.stop - shard.start)
         yield list(entries(kind, blocks, staged, shapes))
         write_all(stored, staged, shard.gradient.device)
     if shard.moments and slices and updated:
-        # All stored tensors of a parameter were updated together.
+        # All stored tensors of a parameter have the same number of updates, so any of these entries will do.
         yield Entry(f"{STEP}/{slices[0].name}", (1,), (0,), shard.updates.view(1))
 
 
 def _stored_entries(
     kind: str, blocks: Iterable[FlatBlock], stored: Stored, start: int, shapes: Mapping[str, Shape]
 ) -> Iterator[Entry]:
-    """Yield blocks of numbers in any format as entries; offsets of blocks count from `start`."""
+    """Yield blocks of `stored` values, of any number format, as entries; offsets of blocks count from `start`."""
     if stored.values is not None:
         yield from entries(kind, blocks, stored.values[start:], shapes)
         return
@@ -147,7 +147,7 @@ def _load(stored: Stored, block: FlatBlock, start: int, dims: int) -> Tensor:
 
 
 def entries(kind: str, blocks: Iterable[FlatBlock], flat: Tensor, shapes: Mapping[str, Shape]) -> Iterator[Entry]:
-    """Yield blocks of a flat buffer as entries of tensors of one `kind`."""
+    """Yield blocks of the buffer `flat` as entries of the tensors `kind`/NAME."""
     for block in blocks:
         size = matrix(shapes[block.name])
         offsets = (block.rows[0], block.columns[0])[: len(size)]
@@ -155,7 +155,7 @@ def entries(kind: str, blocks: Iterable[FlatBlock], flat: Tensor, shapes: Mappin
 
 
 def random_entries(rank: int, states: Mapping[str, Tensor]) -> Iterator[Entry]:
-    """Yield the random states of a rank, by name, uint8 [bytes]."""
+    """Yield an entry for each random state of a rank. `states`: uint8 [bytes], by name."""
     for name, state in states.items():
         yield Entry(f"{RANDOM}/{rank:05d}/{name}", tuple(state.shape), (0,), state)
 

@@ -1,4 +1,4 @@
-"""Converts a checkpoint to a `transformers` folder and back, in one process: tensors stream from file to file."""
+"""Conversion between checkpoints and `transformers` folders in a single process; tensors stream from file to file."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ from megatron_hetero.step.number_formats import nearest_bfloat16
 
 STORED = "stored"
 UNTRAINED = name_of(0)
-"""The name of imported weights in a `checkpoint.dir`, from which a run starts at step 1."""
+"""Folder name of imported weights in `checkpoint.dir`; a run that starts from them begins with step 1."""
 _ROWS = 4096
-"""Rows of a stored copy that are compared at a time."""
+"""Number of rows compared at a time when the copies of a tied weight are compared."""
 
 
 @dataclass(frozen=True)
 class Copied:
-    """Number of tensors that were converted, bytes, names of dtypes, and a line about tensors beside them."""
+    """Summary of a conversion: number of tensors, bytes, names of dtypes, and a notice about other tensors."""
 
     tensors: int
     size: int
@@ -81,7 +81,7 @@ class Copied:
 
 @dataclass(frozen=True, eq=False)
 class OpenCheckpoint:
-    """A complete, verified checkpoint."""
+    """A complete checkpoint whose files have been verified, opened for reading."""
 
     folder: Path
     record: RunRecord
@@ -89,18 +89,18 @@ class OpenCheckpoint:
 
     @classmethod
     def open(cls, path: Path, advance: Advance = lambda *_: None) -> OpenCheckpoint:
-        """Verify every file of the checkpoint `path`, or of the newest in it. Raises `UserError` with all faults."""
+        """Verify and open the checkpoint `path`, or the newest one in that folder. Raises `UserError` on any fault."""
         folder = chosen_in(path)
         record, index, _ = open_checkpoint(folder, RECORD, RunRecord.read, None, advance=advance)
         return cls(folder, record, index)
 
     def dtypes(self, names: Iterable[str], base: Mapping[str, StoredWeights]) -> dict[str, torch.dtype]:
-        """Return the stored dtype of each tensor of the model, which is in the checkpoint or in a `base`."""
+        """Return the stored dtype of each named tensor: in `base` if the name is there, else in the checkpoint."""
         stored = index_dtypes(self.index)
         return {name: base[name].dtype(name) if name in base else stored[f"{WEIGHTS}/{name}"] for name in names}
 
     def weight(self, name: str, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """Read one tensor of the model, in its stored dtype."""
+        """Read the model's tensor `name` in its stored dtype."""
         values = torch.empty(matrix(shape), dtype=dtype)
         entry = Entry(f"{WEIGHTS}/{name}", tuple(values.shape), (0,) * values.dim(), values)
         read_entries(self.folder, self.index, [entry], None)
@@ -117,21 +117,21 @@ def export_checkpoint(
     *,
     merge: bool = False,
 ) -> Copied:
-    """Write the model of a checkpoint to `target`, bit-identical to an export by the run that wrote the checkpoint:
-    adapters to a PEFT folder.
+    """Write the model of a checkpoint to `target`, bit-identical to an export by the run that wrote the checkpoint.
+    Adapters are written as a PEFT folder unless `merge` is set.
 
     Args:
         checkpoint: provides the weights.
         target: a new or empty folder, or an earlier export, which is replaced.
-        sources: provide configuration, tokenizer and processor.
-        dtype: dtype of the weights: float32, bfloat16, or "stored" for the checkpoint's (master weights are float32).
+        sources: the model's folders, with its configuration, tokenizer and processor.
+        dtype: dtype of the weights: float32, bfloat16, or "stored" for the stored dtypes (master weights are float32).
             None: `model.dtype` of the run; "stored" for imported weights.
-        limit: maximum bytes of a weight file, and in memory.
+        limit: maximum size of a weight file, and of the tensors in memory, in bytes.
         advance: receives progress.
         merge: whether to write a whole model with the adapters merged.
 
     Raises:
-        UserError: the model's folders are missing or of another model or base, or `target` cannot be written.
+        UserError: a folder of the model is missing or has another model or base, or `target` cannot be written.
     """
     require_apart(target, {"the checkpoint": checkpoint.folder, **sources.folders})
     _require_no_checkpoints_name(target, checkpoint.folder.parent)
@@ -160,7 +160,7 @@ def export_checkpoint(
             else:
                 values = checkpoint.weight(name, shape, dtypes[name])
             if not imported and (values.dtype, targets[name]) == (torch.float32, torch.bfloat16):
-                values = nearest_bfloat16(values)  # The run rounds its master weights in this way.
+                values = nearest_bfloat16(values)  # The training run rounds master weights in the same way.
             put(name, values)
             done += sizes[name]
             advance("writing", done, total)
@@ -175,10 +175,10 @@ class Export:
 
     Attributes:
         shapes: shapes of the model, with the adapters of the checkpoint.
-        tensors: what `writer` receives, in order.
-        writer: writes the folder.
+        tensors: shapes of the tensors that `writer` receives, by name, in order.
+        writer: function that writes the folder.
         base: sources of tensors that the checkpoint lacks, by name.
-        whole: whether it is a whole model.
+        whole: whether the export is a whole model.
     """
 
     shapes: ModelShapes
@@ -189,7 +189,7 @@ class Export:
 
     @property
     def written(self) -> list[str]:
-        """Tensors that the folder will have, which merged adapters are not."""
+        """Names of the tensors that the folder will contain: all except merged adapters."""
         merged = added_shapes(self.shapes) if self.writer is merging_writer else {}
         return [name for name in self.tensors if name not in merged]
 
@@ -197,8 +197,8 @@ class Export:
 def _contents_of(
     checkpoint: OpenCheckpoint, sources: ModelSources, folders: ModelFolders, plain: ModelShapes, merge: bool
 ) -> Export:
-    """Return what to export of a checkpoint. `folders`, `plain`: contents of `sources`, without adapters. `merge`:
-    whether to merge adapters. Raises `UserError`.
+    """Return the contents of an export of a checkpoint. `folders`, `plain`: folders and shapes of `sources`, without
+    adapters. `merge`: whether to merge adapters. Raises `UserError`.
     """
     record, folder = checkpoint.record, checkpoint.folder
     if not record.adapters:
@@ -206,7 +206,7 @@ def _contents_of(
             raise UserError.at("--merge", problem=f"{folder} has no adapters", fix="remove it")
         return Export(plain, stored_shapes(plain))
     shapes, saved = with_recorded(plain, record.adapters), record.held(plain)
-    # Adapters alone are the same beside any copy of the base, and do not need its weights.
+    # An export of adapters alone does not need the base weights, so these are checked only where they exist.
     bases = {setting: each for setting, each in sources.folders.items() if merge or _has_weights(each)}
     old, original = {setting: record.bases.get(setting, "") for setting in bases}, ModelSources.recorded(record.config)
     what = f"the base of the adapters in {folder}"
@@ -234,7 +234,7 @@ def _names_of(dtypes: Mapping[str, torch.dtype]) -> tuple[str, ...]:
 
 
 def require_apart(target: Path, others: Mapping[str, Path]) -> None:
-    """Check that replacing `target` replaces none of the folders `others`, by description. Raises `UserError`."""
+    """Check that replacing `target` leaves the folders `others`, by description, intact. Raises `UserError`."""
     place = resolved(target, "the target")
     for what, folder in others.items():
         source = resolved(folder, what)
@@ -244,16 +244,16 @@ def require_apart(target: Path, others: Mapping[str, Path]) -> None:
 
 
 def _require_no_checkpoints_name(target: Path, checkpoints: Path) -> None:
-    """Check that no run would take an export for a checkpoint next to it, or delete it. Raises `UserError`."""
+    """Check that no run would mistake an export at `target` for a checkpoint and delete it. Raises `UserError`."""
     if is_ours(target.name) and resolved(target.parent, "the target") == resolved(checkpoints, "the checkpoint"):
         problem = f"the name {target.name} is reserved in a folder of checkpoints"
         raise UserError.at(target, problem=problem, fix=f"try {target.with_name('export')}")
 
 
 def require_folders(sources: ModelSources, checkpoint: Path) -> None:
-    """Check that the model folders of a checkpoint exist. Raises `UserError` with the flag for a new location."""
+    """Check that the model folders of a checkpoint exist. Raises `UserError` naming the flag for a new location."""
     for setting, folder in sources.folders.items():
-        if not os.path.isfile(folder / CONFIG):  # noqa: PTH113 (the method it raises for a name that no file can have)
+        if not os.path.isfile(folder / CONFIG):  # noqa: PTH113 (`Path.is_file` raises an error for invalid file names)
             why = "the export needs the model's configuration, tokenizer and processor (not its weights)"
             where, fix = f"{setting} of {checkpoint / RECORD}", f"give the folder's new location with {_flag(setting)}"
             raise UserError.at(where, problem=f"no {folder / CONFIG}", because=why, fix=fix)
@@ -270,7 +270,7 @@ def require_configurations(sources: ModelSources, checkpoint: OpenCheckpoint) ->
 
 
 def _flag(setting: str) -> str:
-    """Return the flag for the new location of a setting's folder."""
+    """Return the command-line flag that gives the new location of the folder in `setting`."""
     flags = {"model.hf_path": "--model DIR", "model.hf_path_vision": "--vision DIR"}
     name = setting.removeprefix("modules.").removesuffix(".hf_path")
     return flags.get(setting, f"--encoder {name}=DIR")
@@ -280,7 +280,7 @@ def _flag(setting: str) -> str:
 
 
 def with_own_encoders(sources: ModelSources) -> ModelSources:
-    """Add the encoders that an export of ours contains; the encoders of `sources` take precedence."""
+    """Return `sources` with the encoders in the `encoders` folder of its model added; given encoders take precedence."""
     files = sorted((sources.model / ENCODERS).glob(f"*/{CONFIG}"))
     encoders = {file.parent.name: file.parent for file in files if not file.parent.name.startswith(".")}
     return replace(sources, encoders={**encoders, **sources.encoders})
@@ -295,11 +295,11 @@ def import_folders(
         sources: the model's folders.
         target: a new or empty folder. If it is named `step-00000000`, in a folder without checkpoints, a run with that
             `checkpoint.dir` starts from it.
-        seed: seed of a fresh projector, like `train.seed` (0).
+        seed: seed of a fresh projector, by default the default of `train.seed` (0).
         advance: receives progress.
 
     Raises:
-        UserError: a folder is damaged, incomplete or of another model, or `target` is taken or cannot be written.
+        UserError: a folder is damaged, incomplete or has another model, or `target` is taken or cannot be written.
     """
     require_free(target)
     folders, shapes = sources.read()
@@ -334,7 +334,7 @@ def import_folders(
             target.parent.mkdir(parents=True, exist_ok=True)
         with file_lock.alone(lock_of(target), target, "import"):
             try:
-                discard(partial)  # A killed import has left it.
+                discard(partial)  # Remove what a killed import left.
                 partial.mkdir()
                 records = write_entries(partial, entries, None)
                 publish(partial, records | {RECORD: write_synced(partial / RECORD, record.to_json())})
@@ -346,7 +346,7 @@ def import_folders(
 
 
 def _require_equal_copies(weights: StoredWeights, shapes: ModelShapes) -> None:
-    """Check that tied weights stored twice are equal, since only one is imported. Raises `UserError`."""
+    """Check that both stored copies of a tied weight are equal, since only one is imported. Raises `UserError`."""
     for copy, original in shapes.text.architecture.stored_twice.items():
         if copy in weights.shapes:
             rows = weights.shapes[original][0]

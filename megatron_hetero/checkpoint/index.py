@@ -1,4 +1,4 @@
-"""The index of a checkpoint, in JSON: its tensors, and the file and place of each rectangle of them.
+"""The index of a checkpoint, in JSON: its tensors, and for each rectangle of a tensor its file and offset.
 
 Names of tensors do not depend on the layout: see docs/checkpoints.md, "Contents".
 """
@@ -32,10 +32,10 @@ class Entry:
 
     Attributes:
         key: name of the tensor.
-        size: its shape.
+        size: shape of the tensor.
         offsets: first row and column of the rectangle.
-        values: a view that is written or filled; on the meta device if there is `load`.
-        load: computes the values just before they are written.
+        values: view of the values to write, or to fill when reading; on the meta device if `load` is set.
+        load: function that computes the values just before they are written.
     """
 
     key: str
@@ -45,12 +45,12 @@ class Entry:
     load: Callable[[], Tensor] | None = None
 
     def current(self) -> Tensor:
-        """Return the current values."""
+        """Return the values to write, computed by `load` if it is set."""
         return self.values if self.load is None else self.load()
 
 
 def matrix(shape: Shape) -> Shape:
-    """Return the shape of a tensor in checkpoints, with at most two dims."""
+    """Return a shape as stored in checkpoints: dims after the first are flattened into one."""
     return shape if len(shape) <= 2 else (shape[0], prod(shape[1:]))
 
 
@@ -65,15 +65,15 @@ DTYPES: Mapping[str, torch.dtype] = {
     "I32": torch.int32,
     "BOOL": torch.bool,
 }
-"""Dtypes by the names of safetensors."""
+"""Torch dtypes by their names in safetensors."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows and columns [start, stop) of a stored tensor, row by row in `file` from byte `at` on. Tensors of one dim
-    count as matrices of one column.
+    """A rectangle of a stored tensor, with rows and columns [start, stop), stored in row-major order in `file` from byte
+    `at`. One-dimensional tensors are treated as matrices with one column.
     """
 
     file: str
@@ -83,13 +83,13 @@ class Chunk:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements in the chunk."""
         return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint: `dtype` is one of `DTYPES`, and the chunks have each of its elements once."""
+    """A tensor of a checkpoint. `dtype` is a key of `DTYPES`; `chunks` cover every element exactly once."""
 
     dtype: str
     shape: Shape
@@ -98,17 +98,17 @@ class StoredTensor:
 
 Index = Mapping[str, StoredTensor]
 IndexEntry = tuple[str, str, Shape, Chunk]
-"""Key, dtype and shape of a tensor, and a chunk of it."""
+"""A chunk with its tensor's key, dtype and shape: (key, dtype, shape, chunk)."""
 
 
 def chunk_of(entry: Entry, file: str = "", at: int = 0) -> Chunk:
-    """Return the rectangle of an entry."""
+    """Return the chunk for the rectangle of an entry, stored in `file` from byte `at`."""
     (top, left), (rows, columns) = _as_matrix(entry.offsets, 0), _as_matrix(entry.values.shape)
     return Chunk(file, at, (top, top + rows), (left, left + columns))
 
 
 def index_of(entries: Iterable[IndexEntry]) -> Index:
-    """Return the index of the chunks that all ranks have written."""
+    """Return the index of a checkpoint from the index entries of all ranks."""
     chunks_by_tensor: dict[tuple[str, str, Shape], list[Chunk]] = {}
     for key, dtype, shape, chunk in entries:
         chunks_by_tensor.setdefault((key, dtype, shape), []).append(chunk)
@@ -116,7 +116,7 @@ def index_of(entries: Iterable[IndexEntry]) -> Index:
 
 
 def to_json(index: Index) -> str:
-    """Return the text of an index. Raises `ValueError` for chunks that do not cover their tensor."""
+    """Return an index as JSON text. Raises `ValueError` if the chunks of a tensor do not cover it."""
     _require_index(index)
     lines = (f"{json.dumps(key)}: {json.dumps(asdict(stored))}" for key, stored in sorted(index.items()))
     return "{\n" + ",\n".join(lines) + "\n}\n"
@@ -134,7 +134,7 @@ def read_index(folder: Path) -> Index:
 
 
 def open_index(folder: Path, files: Mapping[str, FileRecord]) -> Index:
-    """Read the index of a checkpoint of these `files`. Raises `UserError` like `read_index`, and if it names others."""
+    """Read the index of a checkpoint. Raises `UserError` if it is invalid or refers to files not in `files`."""
     index = read_index(folder)
     if others := {chunk.file for stored in index.values() for chunk in stored.chunks} - files.keys():
         problem = f"tensors in {listed(others)}, which the manifest does not name"
@@ -162,7 +162,7 @@ def _chunk(file: str, at: int, rows: Any, columns: Any) -> Chunk:
 
 
 def _require_index(index: Index) -> None:
-    """Check that the chunks of each tensor are within it and cover it exactly once. Raises `ValueError`."""
+    """Check that the chunks of each tensor are within its bounds and cover it exactly once. Raises `ValueError`."""
     for key, stored in index.items():
         are_sizes = all(type(size) is int and size >= 0 for size in stored.shape)
         if not (isinstance(stored.dtype, str) and stored.dtype in DTYPES and 1 <= len(stored.shape) <= 2 and are_sizes):
@@ -180,8 +180,8 @@ def _require_index(index: Index) -> None:
 
 
 def _cover_once(chunks: Iterable[Chunk], rows: int, columns: int) -> bool:
-    """Return whether each element of a matrix is in one chunk. The number of chunks that have an element is the sum of
-    the signed corners above and left of it, so that the corners of the chunks must cancel those of the matrix.
+    """Return whether each element of a `rows` x `columns` matrix is in exactly one chunk. Summing signed corners gives
+    the number of chunks at each element, so the corners of the chunks must cancel the corners of the matrix.
     """
     corners = Counter[tuple[int, int]]()
     for (top, bottom), (left, right) in (((rows, 0), (0, columns)), *((c.rows, c.columns) for c in chunks)):

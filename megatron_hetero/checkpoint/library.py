@@ -1,7 +1,7 @@
-"""Checkpoints of modules that a library user has built, which other layouts can resume from.
+"""Saves and loads checkpoints of modules that library users build; runs in other layouts can resume from them.
 
-Weights, masters and moments are stored as whole tensors, `MODULE.PARAMETER`, in the format of the program's
-checkpoints; persistent buffers once, from the first replica. `modules.json` has the settings of each parameter.
+Weights, master weights and moments are stored as whole tensors, `MODULE.PARAMETER`, in the format of the training
+program. Persistent buffers are stored from the first replica. `modules.json` has the settings of each parameter.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Record(Struct):
 
 @dataclass(frozen=True)
 class Loaded:
-    """The last step of a checkpoint, and the `extra` of `save_checkpoint`."""
+    """Result of `load_checkpoint`: the last step of the checkpoint, and its `extra` values from `save_checkpoint`."""
 
     step: int
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -75,24 +75,24 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     keep_last: int | None = None,
 ) -> Path:
-    """Write modules and optimizers after `step` to `folder`/step-N. All ranks call it, between steps.
+    """Write modules and optimizers after `step` to `folder`/step-N. Collective; call it between steps.
 
-    A checkpoint is complete once it has its name: an interrupted save leaves none, and older ones are intact. It has
-    parameters, persistent buffers, states and settings (`param_groups`) of optimizers, but no random states.
+    Saving is atomic: an interrupted save leaves no step-N, and older checkpoints stay intact. A checkpoint has
+    parameters, persistent buffers, and states and settings (`param_groups`) of optimizers, but no random states.
 
     Args:
         folder: folder of checkpoints, on a disk that all ranks share.
-        optimizer: result of `build_optimizers`, of modules with `AdamW` or `SGD`, or frozen ones.
+        optimizer: result of `build_optimizers`; each module uses `AdamW` or `SGD`, or is frozen.
         step: number of the last step, greater than the steps of all checkpoints in `folder`.
-        extra: further state of the program as JSON values, from the first rank.
+        extra: additional state of the program as JSON values; only the first rank's is saved.
         keep_last: number of newest checkpoints to keep; None keeps all.
 
     Returns:
-        The checkpoint.
+        Path of the checkpoint.
 
     Raises:
-        UserError: on all ranks. It cannot be written, a module has another optimizer, `folder` has a later checkpoint,
-            or another run is writing there.
+        UserError: on all ranks, if the checkpoint cannot be written, a module has another optimizer, `folder` has a
+            later checkpoint, or another run is writing there.
     """
     group, folder, locks = optimizer.topology.files, Path(folder).absolute(), list[Lock]()
     working = optimizer.topology.watchdog.working
@@ -116,18 +116,18 @@ def save_checkpoint(
 
 @partial(watched, patient=True)
 def load_checkpoint(folder: str | Path, optimizer: JointOptimizer) -> Loaded | None:
-    """Load weights, buffers, and states and settings of optimizers, in any layout. All ranks call it.
+    """Load weights, buffers, and states and settings of optimizers, saved in any layout. Collective over all ranks.
 
     Args:
-        folder: a checkpoint, or a folder of checkpoints, of which the newest is taken.
-        optimizer: as for `save_checkpoint`; its modules have the same parameters.
+        folder: a checkpoint, or a folder of checkpoints, from which the newest is loaded.
+        optimizer: result of `build_optimizers`; its modules have the parameters of the saved modules.
 
     Returns:
-        The step and the `extra` values; None where `folder`, if it is not named like a checkpoint, is missing or has
-        none.
+        The step and the `extra` values; None if `folder` is a folder of checkpoints (not step-N) that is missing or
+        empty.
 
     Raises:
-        UserError: on all ranks. The checkpoint is missing, damaged, or of other modules or optimizers.
+        UserError: on all ranks, if the checkpoint is missing or damaged, or has other modules or optimizers.
     """
     group, working = optimizer.topology.files, optimizer.topology.watchdog.working
     on_every(group, lambda: _require_own(optimizer))
@@ -156,7 +156,7 @@ def load_checkpoint(folder: str | Path, optimizer: JointOptimizer) -> Loaded | N
 
 
 def _require_own(optimizer: JointOptimizer, keep_last: int | None = None) -> None:
-    """Check that all states are in flat tensors, of dtypes that checkpoints can store. Raises `UserError`."""
+    """Check that all optimizer states are flat tensors of dtypes that checkpoints can store. Raises `UserError`."""
     if keep_last is not None and keep_last < 1:
         fix = "use None to keep all"
         raise UserError.at("save_checkpoint: keep_last", found=str(keep_last), expected="1 or more", fix=fix)
@@ -175,7 +175,7 @@ def _require_own(optimizer: JointOptimizer, keep_last: int | None = None) -> Non
 
 
 def _lock(folder: Path, step: int, locks: list[Lock]) -> None:
-    """Lock the folder, and check that a checkpoint after `step` would be its newest. Raises `UserError`."""
+    """Lock the folder, add the lock to `locks`, and check that no checkpoint is as late as `step`. Raises `UserError`."""
     locks.append(lock_folder(folder, "folder of checkpoints", LOCK, "their checkpoints", unwritable))
     if locks[0].note:
         warnings.warn(locks[0].note, stacklevel=2)
@@ -185,7 +185,7 @@ def _lock(folder: Path, step: int, locks: list[Lock]) -> None:
 
 
 def _chosen(path: Path) -> Path | None:
-    """Return the checkpoint to load, None if a folder has none. Opening it refuses one that is named but missing."""
+    """Return the checkpoint to load: `path` itself or the newest one in it; None if that folder has no checkpoint."""
     chosen = chosen_in(path)
     named = (chosen / MANIFEST).is_file() or path.is_file() or re.fullmatch(r"step-\d+", path.name)
     return chosen if named else None
@@ -197,8 +197,8 @@ _Described = tuple[dict[str, str], dict[str, Any], list[tuple[str, str]]]
 
 
 def _described(optimizer: JointOptimizer) -> _Described:
-    """Return this rank's optimizers by module, settings by parameter, and hashes of buffers in first replicas. Raises
-    `UserError`.
+    """Return this rank's optimizer kinds by module, settings by parameter, and (name, hash) of each buffer in a first
+    replica. Raises `UserError`.
     """
     kinds = {key: each.algorithm.kind.name for key, each in optimizer.sharded.items()}
     settings = dict[str, Any]()
@@ -210,7 +210,7 @@ def _described(optimizer: JointOptimizer) -> _Described:
 
 
 def _joined(by_rank: Sequence[_Described], step: int, extra: Mapping[str, Any] | None) -> tuple[str, dict[str, int]]:
-    """Return the text of the record of all ranks, and by buffer the rank that writes it. Raises `UserError`."""
+    """Return the JSON text of the record that joins all ranks, and the writing rank of each buffer. Raises `UserError`."""
     optimizers, settings, buffers = dict[str, str](), dict[str, Any](), dict[str, tuple[int, str]]()
     for rank, (local_optimizers, local_settings, hashes) in enumerate(by_rank):
         optimizers |= local_optimizers
@@ -226,13 +226,13 @@ def _joined(by_rank: Sequence[_Described], step: int, extra: Mapping[str, Any] |
 
 
 def _settings(optimizer: JointOptimizer, record: _Record, checkpoint: Path) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Yield groups of parameters with their saved settings. Raises `UserError`, also if another optimizer was saved."""
+    """Yield each parameter group with its saved settings. Raises `UserError` if settings or the optimizer do not fit."""
     for key, each in optimizer.sharded.items():
         if (kind := each.algorithm.kind.name) != (found := record.optimizers.get(key, kind)):
             fix = "build the optimizer that was saved, or load another checkpoint"
             raise UserError.at(checkpoint, found=f"{found} of module `{key}`", expected=kind, fix=fix)
     for group, names in _groups(optimizer):
-        # Parameters that were frozen had no settings.
+        # Parameters that were frozen when the checkpoint was saved have no settings.
         recorded = [record.settings[name] for name in names if name in record.settings]
         if any(settings != recorded[0] for settings in recorded):
             fix = "choose `lr` and `weight_decay` that group parameters as before"
@@ -250,7 +250,7 @@ def _settings(optimizer: JointOptimizer, record: _Record, checkpoint: Path) -> I
 
 
 def _kind(setting: Any) -> object:
-    """Return a value that is equal for a saved setting and one that it may replace: a type, or a finite number."""
+    """Return a key for the compatibility of settings: a saved setting may replace one with an equal key."""
     if isinstance(setting, tuple | list):
         return [_kind(each) for each in setting]
     is_number = isinstance(setting, int | float | Tensor) and not isinstance(setting, bool)
@@ -258,7 +258,7 @@ def _kind(setting: Any) -> object:
 
 
 def _groups(optimizer: JointOptimizer) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """Yield groups of parameters with the names of their tensors."""
+    """Yield each parameter group of the optimizer with the stored names of its parameters."""
     for each in optimizer.sharded.values():
         for group in each.param_groups:
             yield group, [each.module.local_map[name][0].name for name in group["names"]]
@@ -275,7 +275,7 @@ def _json(value: Any, what: str, default: Any = None) -> str:
 
 
 def _has_text_keys(value: Any) -> bool:
-    """Return whether JSON preserves the keys of all dicts."""
+    """Return whether the keys of all dicts in a value are strings, which JSON preserves."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) for key in value) and _has_text_keys(list(value.values()))
     return not isinstance(value, list | tuple) or all(map(_has_text_keys, value))
@@ -285,7 +285,7 @@ def _has_text_keys(value: Any) -> bool:
 
 
 def _buffers(modules: Iterable[TrainedModule]) -> list[tuple[str, Tensor]]:
-    """Return the persistent buffers of this rank, named like parameters; stages of one name share buffers' names."""
+    """Return the persistent buffers of this rank with their names, `MODULE.BUFFER`."""
     buffers = list[tuple[str, Tensor]]()
     for module in modules:
         for stage, chunk in zip(module.stages, module.chunks, strict=True):
@@ -308,7 +308,7 @@ def _hash(values: Tensor) -> str:
 
 
 def _entry(name: str, values: Tensor) -> Entry:
-    """Return the entry of a whole buffer."""
+    """Return the checkpoint entry for a whole buffer."""
     size = matrix(tuple(values.shape)) or (1,)
     return Entry(f"{BUFFERS}/{name}", size, (0,) * len(size), values.reshape(size))
 
@@ -321,7 +321,7 @@ def _read_buffers(buffers: Iterable[tuple[str, Tensor]]) -> Iterator[Sequence[En
 
 
 def _shapes(modules: Sequence[TrainedModule]) -> dict[str, Shape]:
-    """Return the shapes of the whole tensors of this rank's parameters."""
+    """Return the unsharded shapes of this rank's parameters, by stored name."""
     shapes: dict[str, Shape] = {}
     for module in modules:
         for name, parameter in module.parameters.items():
@@ -341,7 +341,7 @@ def _shapes(modules: Sequence[TrainedModule]) -> dict[str, Shape]:
 
 
 def _require_same(by_rank: Sequence[Mapping[str, Shape]], saved: Mapping[str, Shape], checkpoint: Path) -> None:
-    """Check that a checkpoint has exactly the tensors of all ranks, on each in the same shape. Raises `UserError`."""
+    """Check that the saved tensors are exactly those of all ranks, with equal shapes on each rank. Raises `UserError`."""
     union = dict(chain(*(shapes.items() for shapes in by_rank)))
     require_tensors(checkpoint, saved, union)
     for shapes in by_rank:

@@ -1,5 +1,5 @@
-"""The record of a run in its checkpoints, the model's folders that it names, and whether another run may resume from
-it.
+"""The record of a run in its checkpoints (run.json): configuration, model folders and data sets, with the checks that
+another run may resume from the checkpoint.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from megatron_hetero.models.shapes import ModelShapes
 
 FILE_NAME = "run.json"
 OVERRIDABLE: tuple[str, ...] = get_args(Overridable)
-"""Settings that may change only if `checkpoint.allow_changes` names them: they change what is trained."""
+"""Settings that change what is trained; a resumed run may change them only if `checkpoint.allow_changes` names them."""
 FAILING = {"data.too_long": "error", "data.bad_records": "stop"}
-"""Values with which a run stops at a bad sample. Up to there it trains the same as a run that skips such samples."""
+"""Values with which a run stops at a bad sample; until then it trains exactly like a run that skips bad samples."""
 LIMITS = ("data.max_seq_length", "train.patches_per_micro_batch")
-"""Settings that change what is trained only where larger samples are skipped."""
+"""Size limits on samples; they change what is trained only if larger samples are skipped."""
 MODEL = "model.hf_path"
-"""The overridable setting that stands for all files other than weights in the model's folders."""
+"""Overridable setting that covers all files except weights in the model's folders."""
 FURTHER_SETTINGS = ("hf_path", "token", "min_pixels", "max_pixels")
-"""Settings that only further encoders have."""
+"""Settings in `modules.NAME` that exist only for additional encoders."""
 
 
 def further_encoders(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return these settings of each further encoder in a configuration, where they have a value."""
+    """Return the `FURTHER_SETTINGS` that are set for each additional encoder in a configuration, by encoder."""
     encoders = dict[str, dict[str, Any]]()
     for name, row in config["modules"].items():
         if settings := {setting: row[setting] for setting in FURTHER_SETTINGS if row.get(setting) is not None}:
@@ -65,7 +65,7 @@ def further_encoders(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 @dataclass(frozen=True)
 class ModelSources:
     """The settings of a run that define its model: `model.hf_path`, `model.hf_path_vision`, `model.fresh_projector`,
-    and `modules.NAME.hf_path` of each further encoder.
+    and `modules.NAME.hf_path` of each additional encoder.
     """
 
     model: Path
@@ -79,21 +79,21 @@ class ModelSources:
 
     @classmethod
     def recorded(cls, config: Mapping[str, Any]) -> ModelSources:
-        """Return the settings of a configuration in `run.json`."""
+        """Return the model sources in a recorded configuration, as in `run.json`."""
         model = config["model"]
         vision = None if model.get("hf_path_vision") is None else Path(model["hf_path_vision"])
         encoders = {name: Path(row["hf_path"]) for name, row in further_encoders(config).items()}
         return cls(Path(model["hf_path"]), vision, model.get("fresh_projector", False), encoders)
 
     def as_config(self) -> dict[str, Any]:
-        """Return the settings in the form that `recorded` reads."""
+        """Return the sources as a configuration that `recorded` can read."""
         vision = None if self.vision is None else str(self.vision.absolute())
         folders = {"hf_path": str(self.model.absolute()), "hf_path_vision": vision}
         rows = {name: {"hf_path": str(path.absolute())} for name, path in self.encoders.items()}
         return {"model": {**folders, "fresh_projector": self.fresh_projector}, "modules": rows}
 
     def moved(self, model: Path | None, vision: Path | None, encoders: Mapping[str, Path]) -> ModelSources:
-        """Return the model with new locations of its folders. Raises `UserError` for a folder that it does not have."""
+        """Return these sources with new folder locations. Raises `UserError` for a folder that the model lacks."""
         if vision is not None and self.vision is None:
             why = f"the encoder comes from {self.model} too"
             fix = "remove it, or give that folder's new location with --model DIR"
@@ -106,18 +106,18 @@ class ModelSources:
 
     @property
     def companions(self) -> dict[str, Path]:
-        """Folders of configuration and processor of `text` and of further encoders; see `model_writer`."""
+        """Folders with the configuration and processor of `text` and of each additional encoder, by module name."""
         return {TEXT: self.model, **self.encoders}
 
     @property
     def folders(self) -> dict[str, Path]:
-        """Folders by setting."""
+        """All folders of the model, by setting, such as `model.hf_path`."""
         vision = {} if self.vision is None else {VISION_FOLDER: self.vision}
         further = {f"modules.{name}.hf_path": path for name, path in self.encoders.items()}
         return {"model.hf_path": self.model, **vision, **further}
 
     def read(self) -> tuple[ModelFolders, ModelShapes]:
-        """Read the model's configuration and its shapes, without weights.
+        """Read the configuration and the tensor shapes of the model, without its weights.
 
         Raises `UserError` if a folder lacks configuration, tokenizer or processor.
         """
@@ -133,14 +133,14 @@ class ModelSources:
 
 
 Hashes = Mapping[str, Mapping[str, str]]
-"""SHA-256 by setting, such as `model.hf_path`, and by file name in that folder."""
+"""SHA-256 hashes of files, by the setting of their folder, such as `model.hf_path`, and by file name."""
 _WITHOUT_MEANING = frozenset({"dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"})
-"""Keys of `config.json` about dtype, origin and generation, for which training has settings of its own."""
+"""Keys of `config.json` that do not affect training: dtype, origin and generation."""
 
 
 def hashes(sources: ModelSources) -> Hashes:
-    """Return hashes of the existing files that define what is trained: configuration, tokenizer and processor; for an
-    additional encoder, configuration and processor. Raises `UserError` if one cannot be read.
+    """Return hashes of the existing files that define the model apart from its weights: configuration, tokenizer and
+    processor; for an additional encoder, configuration and processor. Raises `UserError` if one cannot be read.
     """
     by_setting: dict[str, dict[str, str]] = {}
     for setting, folder in sources.folders.items():
@@ -162,14 +162,14 @@ def _hash(path: Path) -> str:
 
 
 def _meaning(config: Any) -> Any:
-    """Return a configuration, nested ones included, without the keys that do not change the model."""
+    """Return a configuration without the keys that do not change the model, at any depth."""
     if not isinstance(config, dict):
         return config
     return {name: _meaning(value) for name, value in config.items() if name not in _WITHOUT_MEANING}
 
 
 def differences(old: Hashes, new: Hashes) -> Iterator[tuple[str, str, str]]:
-    """Yield setting, name, and removed, added or changed, of each file that differs."""
+    """Yield (setting, file name, "removed", "added" or "changed") for each file whose hash differs."""
     for setting in sorted(old.keys() | new.keys()):
         before, now = old.get(setting, {}), new.get(setting, {})
         for name in sorted(before.keys() | now.keys()):
@@ -178,18 +178,18 @@ def differences(old: Hashes, new: Hashes) -> Iterator[tuple[str, str, str]]:
 
 
 def alone(all_hashes: Hashes, name: str) -> Hashes:
-    """Return the hashes of files of that `name`."""
+    """Return only the hashes of the files called `name`."""
     return {setting: {name: files[name]} for setting, files in all_hashes.items() if name in files}
 
 
 @dataclass(frozen=True)
 class DatasetRecord:
-    """One entry of `data.datasets`: `share` as written there, the number of records, and their hash."""
+    """The record of one entry of `data.datasets`: its configured `share`, number of records, and their hash."""
 
     share: str
     records: int
     sha256: str
-    blocks: str = ""  # See `Mixture.hashed`; earlier versions had none, which stands for any.
+    blocks: str = ""  # See `Mixture.hashed`. Records of earlier versions leave it empty, which matches any value.
 
     def __str__(self) -> str:
         return f"{self.share} ({self.records} records, {self.sha256[:8]})"
@@ -201,12 +201,12 @@ _DATA = defstruct("Data", [("video", dict[str, Any] | None, None)])
 _MODULE = defstruct("Module", [("precision", dict[str, Any] | None, None)])
 _SECTIONS = {"modules": dict[str, _MODULE], "data": _DATA, "train": dict[str, Any]}
 _READ = defstruct("Config", [("model", _MODEL), *((name, kind | None, None) for name, kind in _SECTIONS.items())])
-"""The settings that are read from `RunRecord.config`."""
+"""Schema of the settings that are read from `RunRecord.config`."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The file `run.json`.
+    """The record of a run, saved as `run.json` in each checkpoint.
 
     Attributes:
         step: the last trained step.
@@ -214,13 +214,13 @@ class RunRecord:
         layouts: layouts by module.
         datasets: entries of `data.datasets`.
         config: the resolved configuration.
-        imported_from: the folder of imported weights, if no run has trained them. Any run may then start from them, and
-            the configuration has only the settings that define the model.
-        model_files: hashes of the model's files other than weights. Checkpoints of earlier versions have none.
-        experts_transposed: whether the tensors of experts are transposed in the language model's folder, and so in
-            every export: the folder's weights may be gone by then.
-        adapters: adapters by module; a run that has some saves only what trains.
-        bases: fingerprints of the weights in the model's folders by setting, for such a run and for imported weights.
+        imported_from: source folder of imported weights; None if a run trained the weights. Any run may start from
+            imported weights; their configuration has only the settings that define the model.
+        model_files: hashes of the model's files except weights; empty in checkpoints of earlier versions.
+        experts_transposed: whether expert weights are transposed in the language model's folder. Exports use the same
+            format, even if that folder no longer has its weights.
+        adapters: adapters by module; a run with adapters saves only trained tensors and those that PEFT replaced.
+        bases: fingerprints of the weights in the model's folders, by setting, for adapters and imported weights.
     """
 
     step: int
@@ -235,12 +235,12 @@ class RunRecord:
     bases: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """Return the text of the file."""
+        """Return the record as the JSON text of `run.json`."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
     def read(cls, checkpoint: Path) -> RunRecord:
-        """Read the record of a checkpoint, with today's names of settings. Raises `UserError`."""
+        """Read the record of a checkpoint, translating old names of settings to current ones. Raises `UserError`."""
         path = checkpoint / FILE_NAME
         try:
             values = json.loads(read_text(path))
@@ -258,34 +258,34 @@ class RunRecord:
             raise UserError.at(path, problem=problem, fix=fix) from None
 
     def frozen(self, shapes: ModelShapes) -> frozenset[str]:
-        """Return the stored tensors of the model that did not train. Earlier versions had no `model.train`."""
+        """Return the names of the model's stored tensors that were frozen in this run."""
         model = self.config["model"]
         return frozen_tensors(with_recorded(shapes, self.adapters), model["freeze"], model.get("train") or ())
 
     def held(self, shapes: ModelShapes) -> TensorShapes:
-        """Return the stored tensors of the model of which a checkpoint of the run holds weights."""
+        """Return the shapes of the model's stored tensors whose weights are in this run's checkpoints, by name."""
         return held(self.adapters, with_recorded(shapes, self.adapters), self.frozen(shapes))
 
     def precision(self, module: str, field: str) -> str:
-        """Return the setting `modules.MODULE.precision.FIELD`."""
+        """Return the recorded setting `modules.MODULE.precision.FIELD`; its default is float32."""
         return (self.config["modules"].get(module, {}).get("precision") or {}).get(field, "float32")
 
     def _setting(self, name: str) -> str:
         if name == "data.datasets":
             return ", ".join(map(str, self.datasets))
-        if name == "modules":  # Folders of further encoders are compared by content.
+        if name == "modules":  # The folders of additional encoders are compared by content, not by path.
             further = sorted(further_encoders(self.config).items())
             return str({name: {k: v for k, v in row.items() if k != "hf_path"} for name, row in further})
         *sections, field = name.split(".")
         values, kind = self.config, Config
         for section in sections:
             values, kind = values.get(section) or {}, (children(kind) or {})[section]
-        value = values.get(field, getattr(kind, field, None))  # Defaults are attributes of their class.
+        value = values.get(field, getattr(kind, field, None))  # The class attribute is the setting's default.
         return "no value" if value is None else str(value)
 
     def require_resumable(self, new: RunRecord, allowed: Collection[str], checkpoint: Path) -> None:
-        """Check that a run with the record `new` may resume from this one, and does not end before its step. Raises
-        `UserError` with both values.
+        """Check that a run with the record `new` may resume from this record, and ends at or after its step. Raises
+        `UserError` with both values of a setting that differs.
         """
         if self.imported_from is not None:
             return
@@ -307,8 +307,8 @@ class RunRecord:
             raise wrong("train.iters", iters, f"≥ {self.step}, the step of {checkpoint}", "", fix)
 
     def require_complete(self, stored: Mapping[str, Shape], shapes: ModelShapes, checkpoint: Path) -> None:
-        """Check that the tensors of a checkpoint with this record, `stored`, except random states, are exactly the
-        tensors of a model of `shapes` with the adapters of the run. Raises `UserError` listing all faults.
+        """Check that the `stored` tensors of this record's checkpoint, except random states, are exactly the tensors of
+        a model of `shapes` with the recorded adapters. Raises `UserError` listing all faults.
         """
         tensors = {key: shape for key, shape in stored.items() if not key.startswith(f"{RANDOM}/")}
         kind = optimizer_kind(self.config["optimizer"]["name"])
@@ -317,8 +317,8 @@ class RunRecord:
     def require_same_adapters(
         self, new: RunRecord, shapes: ModelShapes, allowed: Collection[str], checkpoint: Path
     ) -> None:
-        """Check that a run of a model of `shapes` with the record `new` has the adapters of this one, if any, and the
-        same weights beside them. Raises `UserError`, which says how to continue.
+        """Check that the record `new`, of a run that trains a model of `shapes`, has the same adapters and base weights
+        as this record. Raises `UserError`, which says how to continue.
         """
         folders, was = (ModelSources.recorded(record.config).folders for record in (new, self))
         if self.imported_from is None:
@@ -334,13 +334,13 @@ class RunRecord:
             require_held(self.held(shapes).keys(), new.held(shapes).keys(), train, checkpoint)
 
     def require_same_model(self, new: RunRecord, allowed: Collection[str], checkpoint: Path) -> None:
-        """Check that a run with the record `new` has the same model files other than weights, wherever its folders are.
-        Raises `UserError` naming the first that differs.
+        """Check that the record `new` has the same hashes of model files, regardless of the folders' paths. Raises
+        `UserError` naming the first file that differs.
         """
         before, now = self.model_files, new.model_files
         if not before or MODEL in allowed:
             return
-        if self.imported_from is not None:  # Any run may start from imported weights, with another tokenizer.
+        if self.imported_from is not None:  # A run may use another tokenizer with imported weights.
             before, now = alone(before, CONFIG), alone(now, CONFIG)
             if before.keys() != now.keys():
                 return
@@ -357,8 +357,8 @@ class RunRecord:
 def require_tensors(
     checkpoint: Path, found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]
 ) -> None:
-    """Check that a checkpoint holds exactly the `expected` tensors in their shapes. Raises `UserError` listing all
-    faults.
+    """Check that the names and shapes of the tensors `found` in a checkpoint are exactly those `expected`. Raises
+    `UserError` listing all faults.
     """
     missing, extra = expected.keys() - found.keys(), found.keys() - expected.keys()
     wrong = {

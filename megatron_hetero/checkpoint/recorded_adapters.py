@@ -1,7 +1,7 @@
-"""Adapters in the record of a run, and the checks of a resume.
+"""Adapters in the record of a run, and checks that a run with adapters may resume from a checkpoint.
 
-Checkpoints of a run with adapters contain the tensors that train and those that a PEFT folder has replaced. All other
-weights, the base, are read from the model's folders at every start. Fingerprints ensure that they are unchanged.
+Checkpoints of a run with adapters contain the trained tensors and the tensors replaced by a PEFT folder. All other
+weights, the base, are read from the model's folders at every start; fingerprints show whether they have changed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _ALLOW = "allow it with --checkpoint.allow_changes modules"
 
 @dataclass(frozen=True)
 class ModuleAdapters:
-    """The adapters of a module in the record of a run. `replaced`: tensors of the module that a PEFT folder has
-    replaced; such a folder may have no adapters of the module.
+    """The adapters of a module in the record of a run. `replaced`: tensors of the module that a PEFT folder replaces,
+    even if the folder has no adapters for the module.
     """
 
     adapters: tuple[Adapter, ...]
@@ -42,12 +42,12 @@ class ModuleAdapters:
 Adapters = Mapping[str, ModuleAdapters]
 """Adapters by module; empty for a run without any."""
 Bases = Mapping[str, str]
-"""Fingerprints of weights by the setting of their folder, such as `model.hf_path`."""
+"""Fingerprints of base weights, by the setting of their folder, such as `model.hf_path`."""
 
 
 def adapters_of(shapes: ModelShapes) -> dict[str, ModuleAdapters]:
-    """Return the adapters of a model."""
-    from megatron_hetero.models.adapters import Lora  # imports Megatron-Core
+    """Return the adapters of a model in the form that `run.json` records, by module."""
+    from megatron_hetero.models.adapters import Lora  # Imported late: this module imports Megatron-Core.
 
     added = {name: shapes[name].added for name in shapes.modules}
     return {name: _recorded(lora) for name, lora in added.items() if isinstance(lora, Lora)}
@@ -58,20 +58,20 @@ def _recorded(lora: Lora) -> ModuleAdapters:
 
 
 def replaced(adapters: Adapters, shapes: ModelShapes) -> frozenset[str]:
-    """Return the stored tensors of a model that the PEFT folders of these adapters replace."""
+    """Return the names of a model's stored tensors that the PEFT folders of `adapters` replace."""
     return frozenset(prefix_of(name, shapes) + each for name, module in adapters.items() for each in module.replaced)
 
 
 def held(adapters: Adapters, shapes: ModelShapes, frozen: Collection[str]) -> TensorShapes:
-    """Return the stored tensors of a model that its checkpoints contain. `frozen`: tensors that do not train."""
+    """Return the shapes of a model's stored tensors that its checkpoints contain, by name. `frozen`: frozen tensors."""
     stored = stored_shapes(shapes)
-    # Without adapters a checkpoint has the whole model.
+    # Without adapters, a checkpoint has the whole model, frozen tensors included.
     always = replaced(adapters, shapes) if adapters else stored
     return {name: shape for name, shape in stored.items() if name not in frozen or name in always}
 
 
 def with_recorded(shapes: ModelShapes, adapters: Adapters) -> ModelShapes:
-    """Return the shapes of a model with exactly these adapters. Raises `UserError` if it lacks a layer."""
+    """Return the shapes of a model with exactly these adapters. Raises `UserError` if the model lacks a layer."""
     if adapters_of(shapes) == adapters:
         return shapes
     if unknown := adapters.keys() - {*shapes.modules}:
@@ -81,7 +81,7 @@ def with_recorded(shapes: ModelShapes, adapters: Adapters) -> ModelShapes:
 
 
 def _lora(recorded: ModuleAdapters, module: str, shapes: ModelShapes) -> Lora:
-    from megatron_hetero.models.adapters import Lora, frozen_beside, linear_layers  # imports Megatron-Core
+    from megatron_hetero.models.adapters import Lora, frozen_beside, linear_layers  # Imported late: this module imports Megatron-Core.
 
     architecture = shapes[module].architecture
     layers = {name for name, _ in linear_layers(architecture)}
@@ -97,15 +97,15 @@ def _refuse_unknown(names: Collection[str]) -> NoReturn:
 
 
 def fingerprints(folders: Mapping[str, Path]) -> dict[str, str]:
-    """Return the fingerprint of the weights in each folder, by setting. Raises `UserError`."""
+    """Return the fingerprint of the weights in each folder. `folders` and the result are by setting. Raises `UserError`."""
     return {setting: fingerprint(weight_files(folder, [folder])) for setting, folder in folders.items()}
 
 
 def require_same_adapters(
     old: Adapters, new: Adapters, folders: Collection[str], allowed: Collection[str], checkpoint: Path
 ) -> None:
-    """Check that a run with `new` adapters may resume from a checkpoint with `old` ones. `folders`: settings of the
-    run's model folders; `allowed`: sections in which changes are allowed. Raises `UserError`.
+    """Check that a run with adapters `new` may resume from a checkpoint with adapters `old`. `folders`: settings of the
+    run's model folders. `allowed`: sections in which changes are allowed. Raises `UserError`.
     """
     for module in sorted(old.keys() | new.keys()):
         setting, before, now = f"modules.{module}.lora", old.get(module), new.get(module)
@@ -142,7 +142,7 @@ def _scales(adapters: ModuleAdapters) -> Mapping[str, str]:
 
 
 def _first_difference(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[tuple[str, str], str]:
-    """Return the new and old text of the first layer that differs, and a note on others; equal texts if none does."""
+    """Return the (new, old) texts of the first layer that differs, equal if none does, and a note on other layers."""
     differing = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     if not differing:
         return ("", ""), ""
@@ -152,7 +152,7 @@ def _first_difference(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[t
 
 
 def _started_from(folders: Collection[str]) -> str:
-    """Return the flags of a run that starts from a whole model exported to DIR."""
+    """Return the command-line flags for a run that starts from a whole model exported to DIR."""
     further = [setting for setting in folders if setting.startswith("modules.")]
     flags = ["--model.hf_path DIR", *(f"{flag_of(each)} DIR/{ENCODERS}/{each.split('.')[1]}" for each in further)]
     vision = f", without --{VISION_FOLDER}" if VISION_FOLDER in folders else ""
@@ -170,12 +170,12 @@ def require_same_bases(
     """Check that the fingerprints of the weights in `folders` have not changed.
 
     Args:
-        old: fingerprints in the record.
-        new: fingerprints of `folders`.
+        old: recorded fingerprints, by setting.
+        new: fingerprints of `folders`, by setting.
         folders: folders by setting.
-        was: the folders of the record, for messages.
-        what: description of the recorded weights.
-        flag: returns the flag of a setting.
+        was: recorded folders, for messages.
+        what: description of the recorded weights, for messages.
+        flag: function that returns the command-line flag of a setting.
 
     Raises:
         UserError: a folder has other weights.
@@ -192,8 +192,8 @@ def require_same_bases(
 
 
 def require_held(old: Collection[str], new: Collection[str], train: bool, checkpoint: Path) -> None:
-    """Check that the next checkpoints of a run contain all tensors of this one. `old`, `new`: names of their tensors;
-    `train`: whether the run sets `model.train`. Raises `UserError`.
+    """Check that a resumed run's checkpoints will contain all tensors of the checkpoint it resumes from. `old`, `new`:
+    names of tensors before and after. `train`: whether the run sets `model.train`. Raises `UserError`.
     """
     if lost := {*old} - {*new}:
         setting = "model.train" if train else "model.freeze"
@@ -206,7 +206,7 @@ def require_held(old: Collection[str], new: Collection[str], train: bool, checkp
 
 
 def unrecorded_base(checkpoint: Path) -> UserError:
-    """Return the error for adapters that start from a checkpoint imported by an earlier version."""
+    """Return the error for a run with adapters that starts from weights imported by a version without fingerprints."""
     problem, why = "no fingerprint of the weights that it was imported from", "adapters need them at every start"
     fix = "import the folder again with `python -m megatron_hetero.cli.import`, or start from the folder itself"
     return UserError.at(checkpoint, problem=problem, because=why, fix=fix)

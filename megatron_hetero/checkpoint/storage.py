@@ -1,19 +1,19 @@
-"""Writes and reads the tensors of checkpoints, whole or not at all, in any layout; collective over all ranks.
+"""Writes and reads checkpoints atomically and in any layout, collectively over all ranks.
 
 The distributed optimizer cuts each local parameter into flat ranges over its data- and context-parallel ranks. A flat
-range of a matrix is at most three rectangles, so that each rank can write and read its range in terms of the stored
-tensors, and nothing is gathered:
+range of a matrix consists of at most three rectangles. Each rank writes and reads its range as rectangles of stored
+tensors, without gathering:
 
     . . a a      the rest of the first row,
     b b b b
     b b b b      whole rows,
     c . . .      the beginning of the last row.
 
-Each rank writes entries to safetensors files that no other rank writes, and the first rank writes the index of all.
+Each rank writes its entries to separate safetensors files, and the first rank writes the index of all files.
 
-Two libraries do not fit. Megatron's `dist_checkpointing` pickles, and shards every tensor evenly along its dims, unlike
-ragged vocabulary shards and flat ranges of the distributed optimizer. `torch.distributed.checkpoint` writes one slice
-of a tensor per safetensors file (`_write_files_from_queue` of torch 2.13 stores slices by the tensor's name alone).
+Two libraries are unsuitable. Megatron's `dist_checkpointing` uses pickle and shards tensors evenly, unlike our ragged
+vocabulary shards and the flat ranges of the distributed optimizer. `torch.distributed.checkpoint` can store only one
+slice of a tensor per safetensors file (torch 2.13's `_write_files_from_queue` names slices by their tensor alone).
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ from megatron_hetero.hf.weight_map import Interval, TensorSlice, WeightMap
 
 @dataclass(frozen=True)
 class FlatBlock:
-    """Rows and columns [start, stop) of the stored tensor `name`, and their place in a flat buffer: the first
-    element is at `offset`, and rows are `stride` elements apart. Stored tensors count as matrices, see `matrix`.
+    """Rectangle of the stored tensor `name`, with rows and columns [start, stop), and its place in a flat buffer: the
+    first element is at `offset`, and rows are `stride` elements apart. The tensor is viewed as a matrix, see `matrix`.
     """
 
     name: str
@@ -86,24 +86,24 @@ class FlatBlock:
 
     @property
     def begins(self) -> bool:
-        """Whether it contains the first element of the stored tensor."""
+        """Whether the block contains the first element of the stored tensor."""
         return self.rows[0] == 0 and self.columns[0] == 0
 
     @property
     def length(self) -> int:
-        """Number of elements of the buffer from its first element to its last."""
+        """Number of buffer elements that the block spans, from its first element to its last."""
         return (self.rows[1] - self.rows[0] - 1) * self.stride + self.columns[1] - self.columns[0]
 
     def view(self, flat: Tensor, dims: int) -> Tensor:
-        """Return the block in its flat buffer as a view of one or two dims."""
+        """Return a view of the block in the buffer `flat`, with one or two `dims`."""
         rows, columns = self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
         size, strides = ((rows,), (self.stride,)) if dims == 1 else ((rows, columns), (self.stride, 1))
         return flat.as_strided(size, strides, int(flat.storage_offset()) + self.offset)
 
 
 def cut(slices: Iterable[TensorSlice], width: int, start: int, stop: int) -> Iterator[FlatBlock]:
-    """Yield the blocks of elements [start, stop) of a parameter of `slices`, with rows of `width` elements. Offsets
-    count from `start`; padding is skipped.
+    """Yield the blocks that make up elements [start, stop) of a flat parameter, which consists of `slices` with rows of
+    `width` elements. Offsets of blocks count from `start`; padding is skipped.
     """
     for tensor_slice in slices:
         left = 0 if tensor_slice.columns is None else tensor_slice.columns[0]
@@ -123,8 +123,8 @@ def cut(slices: Iterable[TensorSlice], width: int, start: int, stop: int) -> Ite
 
 
 def first_owned(maps: Sequence[WeightMap], tp_rank: int) -> dict[str, tuple[TensorSlice, ...]]:
-    """Return the slices that `tp_rank` is the first of its tensor-parallel group to have, each once. Over the group,
-    they cover every element exactly once.
+    """Return the slices by parameter that `tp_rank` owns: those that no lower rank of its tensor-parallel group has.
+    Over the group, owned slices cover every element exactly once.
     """
     seen = {tensor_slice.rectangle for m in maps[:tp_rank] for slices in m.values() for tensor_slice in slices}
     owned: dict[str, tuple[TensorSlice, ...]] = {}
@@ -140,7 +140,7 @@ def first_owned(maps: Sequence[WeightMap], tp_rank: int) -> dict[str, tuple[Tens
 
 
 def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[Interval, Interval]]:
-    """Yield rows and columns of the rectangles of a flat range."""
+    """Yield rows and columns of the rectangles that make up a flat range of a matrix with `width` columns."""
     if start >= stop:
         return
     (first, begin), (last, end) = divmod(start, width), divmod(stop, width)
@@ -162,10 +162,10 @@ def common(a: Interval, b: Interval) -> Interval:
 
 
 FILE_BYTES = 5 * 10**9
-"""Maximum size of a tensor file, unless one tensor is larger: ranks verify a checkpoint file by file."""
+"""Maximum size of a file unless one tensor is larger. Ranks divide verification by file, so files must not be large."""
 _REPORT = "report this: it is an error of the program; earlier checkpoints are intact"
 _READ_BYTES = 1 << 22
-"""Bytes read at a time, unless one row is larger."""
+"""Number of bytes read at a time, unless one row is larger."""
 
 
 def write_entries(
@@ -174,10 +174,10 @@ def write_entries(
     group: dist.ProcessGroup | None,
     working: Working = nullcontext,
 ) -> dict[str, FileRecord]:
-    """Write all ranks' entries, each rank to separate files. Collective over `group`; None for a single process.
+    """Write the entries of all ranks, each rank to separate files. Collective over `group`; None for a single process.
 
-    Returns size and hash of each file that this process has written, on the first rank including the index. Raises
-    `UserError` on every rank if one of them cannot write.
+    Returns the size and hash of each file that this rank wrote; the first rank's files include the index. Raises
+    `UserError` on every rank if any rank cannot write.
     """
     rank, records = _rank(group), dict[str, FileRecord]()
 
@@ -203,14 +203,14 @@ def write_entries(
 
 
 def _write(folder: Path, rank: int, entries: Sequence[Entry], records: dict[str, FileRecord]) -> Iterator[IndexEntry]:
-    """Write the files of a rank. Raises `OSError`."""
-    # The first rank creates the folder. If it does not appear, the ranks do not share the disk, or it was removed.
+    """Write the tensor files of a rank, add them to `records`, and yield their chunks. Raises `OSError`."""
+    # The first rank creates the folder. If the folder does not appear, the disk is not shared, or it was removed.
     if not wait_for(folder.is_dir):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
     sizes = {place: chunk_of(entry).size * entry.values.itemsize for place, entry in enumerate(entries)}
     for number, places in enumerate(plan_shards(sizes, FILE_BYTES)):
         name = f"tensors-{rank}-{number}.safetensors"
-        # Large elements first keep tensors aligned, as in safetensors.
+        # Order tensors by descending element size, as safetensors does, to keep all of them aligned.
         shard = sorted((entries[place] for place in places), key=lambda entry: -entry.values.itemsize)
         head, chunks = _layout(name, shard)
         digest, size = hashlib.sha256(head), len(head)
@@ -230,7 +230,7 @@ def _write(folder: Path, rank: int, entries: Sequence[Entry], records: dict[str,
 
 
 def _layout(name: str, shard: Sequence[Entry]) -> tuple[bytes, list[IndexEntry]]:
-    """Return the header of a safetensors file of these entries, and their chunks."""
+    """Return the header of the safetensors file `name` with the entries `shard`, and the index entry of each."""
     head, chunks, end = {}, [], 0
     for entry in shard:
         chunk = chunk_of(entry, name, end)
@@ -254,9 +254,9 @@ def read_entries(
     group: dist.ProcessGroup | None,
     working: Working = nullcontext,
 ) -> None:
-    """Fill the values of all entries of this rank, regardless of the chunks in which they were written. A sequence of
-    entries is filled before the iterator continues. Collective over `group`; None for a single process. Raises
-    `UserError` on every rank if one of them cannot read.
+    """Read the values of this rank's entries in place, from chunks of any layout. A sequence of entries is complete
+    before the next item of `entries` is requested. Collective over `group`; None for a single process. Raises
+    `UserError` on every rank if any rank cannot read.
     """
 
     def read() -> None:
@@ -269,7 +269,7 @@ def read_entries(
                     _read(folder, index, each)
             _read(folder, index, alone)
         except (MemoryError, torch.OutOfMemoryError):
-            raise  # Not a fault of the checkpoint.
+            raise  # Running out of memory is not a fault of the checkpoint.
         except Exception as error:
             problem = f"unreadable tensors on rank {_rank(group)} ({in_short(error)})"
             raise UserError.at(folder, problem=problem, fix=ANOTHER) from None
@@ -292,7 +292,7 @@ def _read(folder: Path, index: Index, entries: Sequence[Entry]) -> None:
 
 
 def _read_chunk(file: BufferedReader, chunk: Chunk, entry: Entry, dtype: torch.dtype) -> None:
-    """Fill the elements of an entry that are in the chunk, some rows at a time. Raises `EOFError` and `OSError`."""
+    """Read the elements of an entry that are in the chunk, some rows at a time. Raises `EOFError` and `OSError`."""
     wanted, width = chunk_of(entry), chunk.columns[1] - chunk.columns[0]
     rows, columns = common(chunk.rows, wanted.rows), common(chunk.columns, wanted.columns)
     target = entry.values if entry.values.dim() == 2 else entry.values[:, None]
@@ -310,7 +310,7 @@ def _within(outer: Interval, inner: Interval) -> slice:
 
 
 def _bytes_of(values: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor."""
+    """Return the bytes of a contiguous tensor as a view of its memory."""
     return values.view(-1).view(torch.uint8).numpy().data
 
 
@@ -320,7 +320,7 @@ def _rank(group: dist.ProcessGroup | None) -> int:
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint: its folder, and its size in bytes."""
+    """The folder of a complete checkpoint, and its size in bytes."""
 
     path: Path
     size: int
@@ -335,17 +335,17 @@ def save(
     group: dist.ProcessGroup,
     working: Working = nullcontext,
 ) -> Saved:
-    """Write the checkpoint after `step` into `folder`: under a temporary name, checked, renamed; then remove older
-    ones. Collective over `group`; `texts`, files other than tensors by name, are the first rank's.
+    """Write the checkpoint after `step` into `folder` under a temporary name, check and rename it, then remove all but
+    the newest `keep_last` checkpoints. Collective over `group`. `texts`: returns text files by name, on the first rank.
 
-    Raises `UserError` on every rank if it cannot be written; older checkpoints are then intact.
+    Raises `UserError` on every rank if the checkpoint cannot be written; older checkpoints are then intact.
     """
     partial, rank = partial_of(folder / name_of(step)), dist.get_rank(group)
 
     def create() -> None:
         with _writing(partial):
             clean(folder)
-            if os.path.lexists(partial):  # `clean` leaves a folder with files that are not ours.
+            if os.path.lexists(partial):  # `clean` does not remove a folder with foreign files.
                 set_aside(partial)
             partial.mkdir()
 
@@ -369,14 +369,14 @@ def save(
         records = dict(itertools.chain(*(files.items() for files in by_rank)))
         return on_first(group, finish, working)
     except UserError:
-        # All ranks have stopped writing; the next checkpoint needs the space.
+        # All ranks have stopped writing: free the space for the next checkpoint.
         if rank == FIRST:
             discard(partial)
         raise
 
 
 def _require_seen(partial: Path, records: Mapping[str, FileRecord]) -> None:
-    """Check that the first rank sees all files of all ranks. Raises `UserError`."""
+    """Check that the first rank sees the files in `records`, which all ranks have written. Raises `UserError`."""
     for name, record in records.items():
 
         def is_seen(path: Path = partial / name, size: int = record.size) -> bool:
@@ -389,12 +389,12 @@ def _require_seen(partial: Path, records: Mapping[str, FileRecord]) -> None:
 
 
 def _writing(where: Path) -> AbstractContextManager[None]:
-    """Report a full disk and the like as a `UserError`."""
+    """Return a context that converts an `OSError`, such as a full disk, into a `UserError`."""
     return os_errors_as(lambda error: unwritable(where, error))
 
 
 Advance = Callable[[str, int, int], None]
-"""Receives progress: the activity, bytes done, bytes in total."""
+"""Progress callback; its arguments are the activity, bytes done and total bytes."""
 Record = TypeVar("Record")
 
 
@@ -412,10 +412,10 @@ def open_checkpoint(
     Args:
         folder: the checkpoint.
         record_name: name of the file that `read` reads.
-        read: returns the record, which has a `step`.
-        group: ranks that divide the files among them.
-        working: a context for reads that other ranks wait for.
-        advance: receives progress.
+        read: function that returns the record of a checkpoint; the record has a `step`.
+        group: process group whose ranks divide verification of the files.
+        working: context for reads for which other ranks wait.
+        advance: callback for progress.
 
     Returns:
         The record, the index, and the names of all files.
