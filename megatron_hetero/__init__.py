@@ -1,21 +1,21 @@
-"""Heterogeneous parallelism for multimodal training on Megatron-Core: each module in its own layout, on its own
-ranks.
+"""Heterogeneous parallelism for multimodal training on Megatron-Core: each module has a separate parallel layout and
+separate ranks.
 
-The names below are what a recipe needs; docs/library.md shows how they go together, and where the parts beneath are.
-They are imported when they are first used, so that plans (layouts, boundaries, schedules) need no torch and no GPU.
+This module exports the public API for training recipes; docs/library.md shows how to use it. Names are imported when
+they are first used, so that plans (layouts, boundaries, schedules) need neither torch nor a GPU.
 """
 
 import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# What Megatron-Core says on every rank, at import and from inside its own calls, is not for our users.
+# Suppress warnings that Megatron-Core emits on every rank and that users cannot act on.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
 warnings.filterwarnings(
     "ignore", message=r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
 )
 
-# Nothing here is done in place with what a stage returns.
+# FSDP2 warns against in-place operations on returned views; outputs of stages are never modified in place.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .*\(FSDP(Text|Vision|Language)\w*\) returned a view")
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ _HOMES = {
     "step.algorithms": "AdamW SGD",
     "step.runner": "Runner Stage",
 }
-"""Where each public name is defined, by submodule."""
+"""Public names and the submodules that define them."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 

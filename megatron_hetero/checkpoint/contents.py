@@ -55,7 +55,7 @@ def written(
 def _written_weights(
     slices: Sequence[TensorSlice], module: TrainedModule, name: str, stored: Stored, shapes: Mapping[str, Shape]
 ) -> Iterator[Entry]:
-    """Yield this rank's weights as entries; an equal share of them if the data- and context-parallel ranks have copies."""
+    """Yield this rank's weights as entries, or an equal share of weights that its dp and cp ranks replicate."""
     group, parameter, (begin, end) = module.replicas, module.parameters[name], module.weights.stored(name)
     start, stop = begin, end
     if not module.gradients.reduces_early:

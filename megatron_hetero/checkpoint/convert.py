@@ -280,7 +280,7 @@ def _flag(setting: str) -> str:
 
 
 def with_own_encoders(sources: ModelSources) -> ModelSources:
-    """Return `sources` with the encoders in the `encoders` folder of its model added; given encoders take precedence."""
+    """Return `sources` with the encoders in the model's `encoders` folder added; given encoders take precedence."""
     files = sorted((sources.model / ENCODERS).glob(f"*/{CONFIG}"))
     encoders = {file.parent.name: file.parent for file in files if not file.parent.name.startswith(".")}
     return replace(sources, encoders={**encoders, **sources.encoders})

@@ -72,8 +72,8 @@ _MAX_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangle of a stored tensor, with rows and columns [start, stop), stored in row-major order in `file` from byte
-    `at`. One-dimensional tensors are treated as matrices with one column.
+    """A rectangle of a stored tensor, with rows and columns [start, stop), in row-major order in `file` from byte `at`
+    on. One-dimensional tensors are treated as matrices with one column.
     """
 
     file: str

@@ -175,7 +175,7 @@ def _require_own(optimizer: JointOptimizer, keep_last: int | None = None) -> Non
 
 
 def _lock(folder: Path, step: int, locks: list[Lock]) -> None:
-    """Lock the folder, add the lock to `locks`, and check that no checkpoint is as late as `step`. Raises `UserError`."""
+    """Lock the folder, add the lock to `locks`, and check that all checkpoints precede `step`. Raises `UserError`."""
     locks.append(lock_folder(folder, "folder of checkpoints", LOCK, "their checkpoints", unwritable))
     if locks[0].note:
         warnings.warn(locks[0].note, stacklevel=2)
@@ -210,7 +210,7 @@ def _described(optimizer: JointOptimizer) -> _Described:
 
 
 def _joined(by_rank: Sequence[_Described], step: int, extra: Mapping[str, Any] | None) -> tuple[str, dict[str, int]]:
-    """Return the JSON text of the record that joins all ranks, and the writing rank of each buffer. Raises `UserError`."""
+    """Return the JSON text of all ranks' joint record, and the writing rank of each buffer. Raises `UserError`."""
     optimizers, settings, buffers = dict[str, str](), dict[str, Any](), dict[str, tuple[int, str]]()
     for rank, (local_optimizers, local_settings, hashes) in enumerate(by_rank):
         optimizers |= local_optimizers
@@ -226,7 +226,7 @@ def _joined(by_rank: Sequence[_Described], step: int, extra: Mapping[str, Any] |
 
 
 def _settings(optimizer: JointOptimizer, record: _Record, checkpoint: Path) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Yield each parameter group with its saved settings. Raises `UserError` if settings or the optimizer do not fit."""
+    """Yield each parameter group with its saved settings. Raises `UserError` if settings or optimizer do not fit."""
     for key, each in optimizer.sharded.items():
         if (kind := each.algorithm.kind.name) != (found := record.optimizers.get(key, kind)):
             fix = "build the optimizer that was saved, or load another checkpoint"
@@ -341,7 +341,7 @@ def _shapes(modules: Sequence[TrainedModule]) -> dict[str, Shape]:
 
 
 def _require_same(by_rank: Sequence[Mapping[str, Shape]], saved: Mapping[str, Shape], checkpoint: Path) -> None:
-    """Check that the saved tensors are exactly those of all ranks, with equal shapes on each rank. Raises `UserError`."""
+    """Check that the saved tensors are exactly the tensors of all ranks, with equal shapes. Raises `UserError`."""
     union = dict(chain(*(shapes.items() for shapes in by_rank)))
     require_tensors(checkpoint, saved, union)
     for shapes in by_rank:

@@ -47,7 +47,7 @@ Bases = Mapping[str, str]
 
 def adapters_of(shapes: ModelShapes) -> dict[str, ModuleAdapters]:
     """Return the adapters of a model in the form that `run.json` records, by module."""
-    from megatron_hetero.models.adapters import Lora  # Imported late: this module imports Megatron-Core.
+    from megatron_hetero.models.adapters import Lora  # This import loads Megatron-Core.
 
     added = {name: shapes[name].added for name in shapes.modules}
     return {name: _recorded(lora) for name, lora in added.items() if isinstance(lora, Lora)}
@@ -81,7 +81,7 @@ def with_recorded(shapes: ModelShapes, adapters: Adapters) -> ModelShapes:
 
 
 def _lora(recorded: ModuleAdapters, module: str, shapes: ModelShapes) -> Lora:
-    from megatron_hetero.models.adapters import Lora, frozen_beside, linear_layers  # Imported late: this module imports Megatron-Core.
+    from megatron_hetero.models.adapters import Lora, frozen_beside, linear_layers  # This import loads Megatron-Core.
 
     architecture = shapes[module].architecture
     layers = {name for name, _ in linear_layers(architecture)}
@@ -97,7 +97,7 @@ def _refuse_unknown(names: Collection[str]) -> NoReturn:
 
 
 def fingerprints(folders: Mapping[str, Path]) -> dict[str, str]:
-    """Return the fingerprint of the weights in each folder. `folders` and the result are by setting. Raises `UserError`."""
+    """Return the fingerprint of the weights in each folder, by the folder's setting. Raises `UserError`."""
     return {setting: fingerprint(weight_files(folder, [folder])) for setting, folder in folders.items()}
 
 

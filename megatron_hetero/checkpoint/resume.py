@@ -1,5 +1,5 @@
-"""The state of a run and its checkpoints: the folder is locked, the checkpoint chosen, verified and loaded into every
-rank, before anything is written.
+"""Resumption of a run: locks its folder, then selects, verifies and loads a checkpoint on every rank, before anything
+is written.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ from megatron_hetero.models.weights import stored_shapes, tensors_by_subset
 from megatron_hetero.step.joint import JointOptimizer
 
 HISTORY = "metrics.jsonl"
-"""The metrics of all steps up to the checkpoint's."""
+"""Name of the file in a checkpoint with the metrics of all steps up to the checkpoint's step."""
 _FREE_S = 15.0
-"""Seconds for which a run that has just died may still hold its lock."""
+"""Seconds to wait for a lock, since a run that has just died may still hold it."""
 
 
 @dataclass(frozen=True, eq=False)
 class TrainState:
-    """The state that training changes, on one rank.
+    """The state of training on one rank, which checkpoints save and restore.
 
     Attributes:
-        optimizer: modules, and their optimizers.
+        optimizer: joint optimizer of this rank's modules, with these modules.
         topology: topology of all modules.
         shapes: shapes of the model.
-        working: a context for reads and writes that other ranks wait for.
+        working: context for reads and writes for which other ranks wait.
     """
 
     optimizer: JointOptimizer
@@ -69,8 +69,8 @@ class TrainState:
     working: Working = nullcontext
 
     def entries(self) -> list[Entry]:
-        """Return the entries that this rank writes: views of the live state."""
-        from megatron_hetero.groups.megatron import random_states  # imports Megatron-Core
+        """Return the entries that this rank writes to a checkpoint, as views of the live state."""
+        from megatron_hetero.groups.megatron import random_states  # This import loads Megatron-Core.
 
         states = random_entries(self.topology.rank, random_states(self.topology.platform))
         adapters = adapters_of(self.shapes)
@@ -80,13 +80,13 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The checkpoint from which a run resumes, if any.
+    """The checkpoint from which a run resumes, or the defaults for a fresh start.
 
     Attributes:
         step: the last trained step.
-        history: the metrics up to it, the text of metrics.jsonl.
+        history: the text of metrics.jsonl up to that step.
         notes: notes for the user.
-        lock: on the first rank the right to write to `checkpoint.dir`, if any.
+        lock: the lock on `checkpoint.dir`, on the first rank of a run that writes checkpoints.
         path: folder of the checkpoint.
     """
 
@@ -100,9 +100,9 @@ class Resumed:
 def lock_folder(
     folder: Path, setting: str, lock: str, mixed: str, unwritable: Callable[[Path, OSError], UserError]
 ) -> Lock:
-    """Lock the folder of a run, which is created if necessary, by the file `lock` in it. `setting` and `mixed` are for
-    messages: the setting of the folder, and the outputs of two runs that would be mixed. Raises `UserError`, which
-    `unwritable` returns for a folder that cannot be written.
+    """Create the folder of a run if it is missing, and lock it by the file `lock` in it. `setting` and `mixed`, for
+    messages: the setting of the folder, and the outputs that two runs would mix. `unwritable`: function that returns
+    the error for a folder that cannot be written. Raises `UserError`.
     """
     fix = f"choose another {setting}, or end the other run first"
     with os_errors_as(partial(unwritable, folder)):
@@ -136,9 +136,9 @@ def require_shared(folder: Path, group: dist.ProcessGroup, working: Working = nu
 def choose(config: CheckpointConfig, again: bool = False) -> tuple[Path | None, tuple[str, ...]]:
     """Return the checkpoint that `checkpoint.resume` selects, None for a fresh start, and notes for the user.
 
-    `again`: whether a launcher or scheduler has restarted this run, which then resumes from its own newest checkpoint,
-    wherever it first started. Raises `UserError` if the selected checkpoint does not exist, or if this run would mix
-    its checkpoints with another run's.
+    `again`: whether a launcher or scheduler has restarted this run; it then resumes from the newest checkpoint that it
+    wrote, if any. Raises `UserError` if the selected checkpoint does not exist, or if this run would mix its
+    checkpoints with another run's.
     """
     folder, resume = config.dir, config.resume
     notes: list[str] = []
@@ -161,13 +161,13 @@ def choose(config: CheckpointConfig, again: bool = False) -> tuple[Path | None, 
 
 
 def started_again(environment: Mapping[str, str]) -> bool:
-    """Return whether torchrun has restarted the ranks, or Slurm the job."""
+    """Return whether torchrun has restarted the ranks, or Slurm has requeued the job."""
     counts = (environment.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return any(count not in ("", "0") for count in counts)
 
 
 def _require_room(folder: Path, chosen: Path | None) -> None:
-    """Check that this run will not overwrite another run's steps, or write into a checkpoint. Raises `UserError`."""
+    """Check that this run will not overwrite another run's checkpoints or write into one. Raises `UserError`."""
     where, fix = "checkpoint.dir (--checkpoint.dir)", "choose another checkpoint.dir"
     if (folder / MANIFEST).is_file():
         fix = f"{fix}, and resume from this one with --checkpoint.resume {folder}"
@@ -183,10 +183,10 @@ def _require_room(folder: Path, chosen: Path | None) -> None:
 
 
 def resume(config: Config, state: TrainState, record: RunRecord | None) -> Resumed:
-    """Load the checkpoint that `checkpoint.resume` selects into `state`. Collective; `record` is that of
+    """Load the checkpoint that `checkpoint.resume` selects into `state`. Collective. `record`: the result of
     `shared_record`.
 
-    Raises `UserError` on every rank if that fails, or if `checkpoint.dir` cannot be written.
+    Raises `UserError` on every rank if loading fails, or if `checkpoint.dir` cannot be written.
     """
     if record is None:
         return Resumed()
@@ -207,9 +207,9 @@ def resume(config: Config, state: TrainState, record: RunRecord | None) -> Resum
 
 
 def shared_record(config: Config, state: TrainState, mixture: Mixture, transposed: bool) -> RunRecord | None:
-    """Return the record of this run before its first step, on every rank; None if it neither reads nor writes
-    checkpoints. `transposed`: whether experts are, in the model's folder. Raises `UserError` if annotations, or the
-    model's files other than weights, cannot be read.
+    """Return the record of this run before its first step, on every rank; None if the run neither reads nor writes
+    checkpoints. `transposed`: whether expert weights are transposed in the model's folder. Raises `UserError` if
+    annotations, or the model's files other than weights, cannot be read.
     """
     if config.checkpoint.dir is None and config.checkpoint.resume in ("auto", "never"):
         return None
@@ -234,12 +234,12 @@ def shared_record(config: Config, state: TrainState, mixture: Mixture, transpose
 
 
 def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[str]) -> Resumed:
-    """Verify a checkpoint, file by file and tensor by tensor, and load it into `state`. `new`: the record of this run,
-    used on the first rank; `allowed`: the changes that it may make.
+    """Verify the files and tensors of a checkpoint, and load it into `state`. `new`: the record of this run, used on
+    the first rank. `allowed`: the settings that may differ from the checkpoint's.
 
-    Raises `UserError` on every rank, before anything is loaded, if the checkpoint is damaged or another model's.
+    Raises `UserError` on every rank, before anything is loaded, if the checkpoint is damaged or has another model.
     """
-    from megatron_hetero.groups.megatron import random_states, set_random_states  # imports Megatron-Core
+    from megatron_hetero.groups.megatron import random_states, set_random_states  # This import loads Megatron-Core.
 
     group, working = state.topology.files, state.working
     record, index, files = open_checkpoint(checkpoint, RECORD, RunRecord.read, group, working)
@@ -253,13 +253,13 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
 
     on_first(group, require, working)
     imported = record.imported_from is not None
-    # A PEFT folder has other values than the imported model.
+    # Do not load imported weights for tensors whose values come from a PEFT folder.
     from_folder = replaced(adapters_of(state.shapes), state.shapes) if imported else ()
     available = stored.keys() - {f"{WEIGHTS}/{name}" for name in from_folder}
     entries = read(state.optimizer, stored_shapes(state.shapes), available, imported=imported)
     states = random_states(state.topology.platform)
     local_states = list(random_entries(state.topology.rank, states))
-    # Random states of another kind of device do not fit.
+    # Restore random states only if the number of ranks and the kind of device are unchanged.
     fit = record.world_size == new.world_size and all(stored.get(entry.key) == entry.size for entry in local_states)
     read_entries(checkpoint, index, chain(entries, local_states if fit else ()), group, working)
     if imported:
@@ -275,7 +275,7 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
 
 
 def _changes(old: RunRecord, new: RunRecord, shapes: ModelShapes) -> list[str]:
-    """Return notes for the user on the differences between two runs of a model."""
+    """Return notes for the user on what changes between the checkpoint's run `old` and this run `new`."""
     if old.imported_from is not None:
         return [f"weights imported from {old.imported_from}: optimizer moments start at zero"]
     notes = []
@@ -296,7 +296,7 @@ def _changes(old: RunRecord, new: RunRecord, shapes: ModelShapes) -> list[str]:
 
 
 def _named(tensors: Collection[str], shapes: ModelShapes) -> str:
-    """Return the names of the subsets of the model that the tensors make up, and of further tensors."""
+    """Return a list of `tensors` for messages, in which complete subsets of the model are replaced by their names."""
     whole = {subset: names for subset, names in tensors_by_subset(shapes).items() if {*names} <= {*tensors}}
     others = {*tensors}.difference(*whole.values())
     return ", ".join([*whole, *([listed(others)] if others else [])])

@@ -1,4 +1,4 @@
-"""Saves a run when checkpoints are due, while training waits, or in a thread from a copy in host memory."""
+"""Saves checkpoints of a run, either while training waits or in a background thread from a copy in host memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SETTLED_S = 600.0
 
 @dataclass(frozen=True, eq=False)
 class _Writing:
-    """A save in progress. `waited_s`: seconds that training has waited for it so far."""
+    """A save in progress. `waited_s`: seconds that training has waited for this save so far."""
 
     step: int
     outcome: Future[tuple[Saved, float]]
@@ -38,10 +38,10 @@ class _Writing:
 
 
 class Saver:
-    """Saves a run every `checkpoint.interval` steps, after the last one, and when it is stopped.
+    """Saves a run every `checkpoint.interval` steps, after the last step, and when the run is stopped.
 
-    With `checkpoint.async` a thread writes, one save at a time, and training continues once this rank's entries have
-    been copied to host memory. The thread uses a separate process group. Training waits for the last save.
+    With `checkpoint.async`, a thread writes one save at a time, and training continues once this rank's entries have
+    been copied to host memory. The thread uses a separate process group. Training waits for the last save to finish.
 
     `trained`: the last trained step; `saved`: the newest checkpoint written; `lost`: why the last attempt failed.
     """
@@ -55,8 +55,8 @@ class Saver:
         watched: Watched = lambda _: nullcontext(),
         history: Callable[[], str] = str,
     ) -> None:
-        """`watched`: returns a context for waits on other ranks, given a description. `history`: returns the text of
-        metrics.jsonl so far.
+        """Start without a save in progress. `watched`: function from a description to a context for waiting on other
+        ranks. `history`: function that returns the text of metrics.jsonl so far.
         """
         self.config, self.state, self.record, self._watched = config, state, record, watched
         self._history = history
@@ -67,11 +67,11 @@ class Saver:
         self._writing: _Writing | None = None
 
     def after(self, step: int, stopping: bool = False) -> list[str]:
-        """Save if a checkpoint is due, and collect the result of an earlier save. Collective, after each step.
+        """Save if a checkpoint is due, and report on an earlier save. Collective; called after each step.
 
-        Returns notes for the user: checkpoints that are now complete, and a failed one if training is complete, so that
-        the model can still be exported. Raises `SharedError` as `save` does, for a save in the background after a
-        later step.
+        Returns notes for the user: checkpoints that are now complete, and a failed save if training is complete, since
+        the model can still be exported. Raises `SharedError` if a save failed; the failure of a background save is
+        raised after a later step.
         """
         self.trained = step
         chosen = self.config.checkpoint
@@ -93,7 +93,7 @@ class Saver:
         return self._writing is not None
 
     def settle(self) -> list[str]:
-        """Wait for a save in progress, after an error on every rank. Returns notes for the user."""
+        """Wait for a save in progress after an error on every rank, and return notes for the user."""
         with self._watched(lambda: "the end of a save that was under way"):
             if self._writing is not None and wait([self._writing.outcome], SETTLED_S).done:
                 with suppress(Exception):
@@ -101,8 +101,8 @@ class Saver:
         return []
 
     def rescue(self) -> list[str]:
-        """Save the last step after an error on every rank, while no save is in progress. All older checkpoints stay,
-        since any of them may be the last good one. Returns notes for the user.
+        """Save the last step after an error on every rank, and return notes for the user. No save may be in progress.
+        All older checkpoints remain, since any of them may be the last good one.
         """
         if self.config.checkpoint.dir is None or self.trained == self._tried:
             return []
@@ -127,7 +127,7 @@ class Saver:
     def _write(
         self, step: int, entries: list[Entry], history: str, start: float, keep: int | None
     ) -> tuple[Saved, float]:
-        """Write the checkpoint, and return it with the seconds since `start`."""
+        """Write the checkpoint after `step`; return it and the seconds since `start`."""
         chosen = self.config.checkpoint
         assert chosen.dir is not None and self.record is not None, "saves are due only with checkpoint.dir"
         record, group = replace(self.record, step=step), self.state.topology.files
@@ -139,7 +139,7 @@ class Saver:
         return saved, time.perf_counter() - start
 
     def _ended(self, waits: bool, raises: bool) -> list[str]:
-        """Return notes on the save in progress if it has ended. `waits`: whether to wait until it has."""
+        """Return notes on the save in progress if it has ended. `waits`: whether to wait for its end."""
         writing, start = self._writing, time.perf_counter()
         if writing is None or not (waits or writing.outcome.done()):
             return []
@@ -159,8 +159,8 @@ class Saver:
 
 
 class HostCopies:
-    """Copies of entries in host memory, which is reused, since allocation takes longer than copying. For GPUs it is
-    pinned, which makes copies several times as fast.
+    """Host buffers for copies of entries. Buffers are reused, since allocation takes longer than copying, and pinned
+    for GPUs, which makes copies several times as fast.
     """
 
     def __init__(self, platform: Platform) -> None:
@@ -168,7 +168,7 @@ class HostCopies:
         self._copies: list[Tensor] = []
 
     def of(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Return the entries with copies of their values, valid until the next call. Waits until they are copied."""
+        """Return entries with host copies of the values. Blocks until copied; valid until the next call."""
         values = [entry.values for entry in entries]
         if list(map(_kind, values)) != list(map(_kind, self._copies)):
             self._copies = []  # Free the old copies before new ones are allocated.

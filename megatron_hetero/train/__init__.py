@@ -1,1 +1,1 @@
-"""The training program: its start, steps, log, evaluations and end."""
+"""The training program: start, training steps, logging, evaluation and end of a run."""

@@ -1,5 +1,5 @@
-"""The end of a run. After an error, it saves the steps that were trained; a trained model reaches the disk whatever
-fails. All ranks end with the same message, which names the place.
+"""The end of a run. After an error, the trained steps are saved; if exporting a trained model fails, the model is
+written elsewhere. All ranks end with the same message, which says where the result is.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from megatron_hetero.train.stopping import StopRequest
 
 EXPORT = "python -m megatron_hetero.cli.export"
 LEFT_OVER = "trained-model"
-"""The folder in `log.dir` of a model that could not be written to its intended place."""
+"""Name of the folder in `log.dir` for a trained model that could not be written to its target."""
 
 
 @contextmanager
 def saved_at_end(run: Run, request: StopRequest) -> Iterator[Ending]:
-    """Run the steps of a run inside, and save what was trained if a request or an error on all ranks ends them.
-    `Ending.export_and_finish` raises the error. Collective.
+    """Return a context for the steps of a run; if a stop request or an error on all ranks ends them early, save what
+    was trained. `Ending.export_and_finish` raises the error. Collective.
     """
     ending, waiting = Ending(run), run.trainer.topology.watchdog.waiting
     request.begin()
@@ -39,11 +39,11 @@ def saved_at_end(run: Run, request: StopRequest) -> Iterator[Ending]:
             with waiting(lambda: "the end of the run, with all other ranks,"):
                 ending.report_stop()
     if ending.stopped is None:
-        request.end()  # An export may be interrupted anywhere: a half-written one is never used.
+        request.end()  # Signals may interrupt an export, since a half-written export is never used.
 
 
 class Ending:
-    """The end of a run. Its methods are collective. `stopped`: the step after which it stops; None if it is trained."""
+    """Ends a run, collectively. `stopped`: the step after which the run stopped; None if training is complete."""
 
     def __init__(self, run: Run) -> None:
         self.stopped: int | None = None
@@ -51,13 +51,13 @@ class Ending:
         self._problems: list[str] = []
 
     def failed(self, error: SharedError) -> int | None:
-        """Save what was trained before an error on all ranks, unless the weights may have caused it: a run that resumed
-        from them would fail again. Returns the step after which the run stopped; None if training was complete.
+        """Save what was trained before an error on all ranks, unless the weights may have caused the error, so that a
+        resumed run would fail again. Returns the step after which the run stopped; None if training was complete.
         """
         run, saver, in_doubt = self._run, self._run.saver, isinstance(error, NotFiniteError)
         run.writer.failed = True
         notes = saver.settle()
-        # A rank whose save is still in progress would not join another one.
+        # A rank whose save is still in progress cannot join another collective save.
         is_free = not run.trainer.on_any_rank(saver.is_busy)
         if is_free and not in_doubt:
             notes += saver.rescue()
@@ -74,14 +74,14 @@ class Ending:
         return saver.trained
 
     def report_stop(self) -> None:
-        """Report that the run stops, if it did not fail."""
+        """Report that the run stops early on request; do nothing if it failed."""
         if not self._problems:
             done = f"stopped after step {self.stopped}, as requested"
             self._run.writer.print(f"{done}; {self._command} resumes from there")
         self._add_faults()
 
     def export_and_finish(self) -> bool:
-        """Export a trained model, and wait for all ranks. Returns whether it is trained. Raises `SharedError`."""
+        """Export a trained model and wait for all ranks. Return whether training is complete. Raises `SharedError`."""
         trainer = self._run.trainer
         if self.stopped is None:
             with trainer.topology.watchdog.waiting(lambda: "the end of the run, with all other ranks,"):
@@ -92,7 +92,7 @@ class Ending:
         return self.stopped is None
 
     def _export(self, target: Path | None) -> None:
-        """Export the model; if that fails and no checkpoint has it, to another place."""
+        """Export the model to `target`, or to a folder in `log.dir` if that fails and no checkpoint has the model."""
         saver, checkpoint = self._run.saver, self._last_checkpoint()
         if saver.lost is not None and str(saver.lost) not in self._problems:
             self._problems.append(str(saver.lost))
@@ -104,7 +104,7 @@ class Ending:
 
     @property
     def _command(self) -> str:
-        """The command that resumes from the newest checkpoint."""
+        """Description of the command that resumes from the newest checkpoint, for messages."""
         return "the same command" if self._config.checkpoint.resume == "auto" else "--checkpoint.resume auto"
 
     def _what_is_saved(self, in_doubt: bool) -> str:
@@ -136,7 +136,7 @@ class Ending:
         return self._run.resumed.path if self._run.resumed.step == saver.trained else None
 
     def _places(self, target: Path | None) -> Iterator[Path]:
-        """Yield the `target`, and a free path: an export would replace the model that an earlier run has left there."""
+        """Yield `target`, if any, then an unused path in `log.dir`, so that no earlier run's model is replaced."""
         if target is not None:
             yield target
         place = self._config.log.dir / LEFT_OVER
@@ -145,7 +145,7 @@ class Ending:
         yield on_first(files, lambda: next(path for path in names if not os.path.lexists(path)))
 
     def _write_first(self, places: Iterable[Path], model: str) -> None:
-        """Write the model, which no checkpoint has, to the first place that works."""
+        """Write the model, which no checkpoint has, to the first of `places` that can be written."""
         if place := next(filter(self._written, places), None):
             self._run.writer.print(f"the {model} is in {place}")
         if self._problems:
@@ -160,6 +160,6 @@ class Ending:
         return True
 
     def _add_faults(self) -> None:
-        """Add metrics that could not be written on any rank."""
+        """Add the failed writes of metrics on all ranks to the problems of the run."""
         by_rank = on_every(self._run.trainer.topology.files, lambda: list(self._run.writer.faults.values()))
         self._problems += [fault for faults in by_rank for fault in faults]

@@ -1,9 +1,8 @@
-"""Loss and exact match of held-out data sets during training, in the layout of training.
+"""Computes loss and exact match on held-out data sets during training, in the layout of training.
 
-Samples take the path of a training step without its backward pass, through separate loaders and a forward-only
-schedule; the state of training is untouched. Greedy decoding reproduces an answer if and only if, given the answer so
-far, the most likely token at each of its positions is the answer's. So the teacher-forced pass gives the exact match,
-too.
+An evaluation runs only forward passes, with separate data loaders and a forward-only schedule; the state of training
+is unchanged. Greedy decoding reproduces an answer exactly if, given the correct previous tokens, the most likely token
+at each position is correct. One teacher-forced forward pass therefore gives both the loss and the exact match.
 """
 
 from __future__ import annotations
@@ -27,17 +26,18 @@ from megatron_hetero.train.run import Run
 
 
 def answer_counts(samples: np.ndarray, hits: np.ndarray, number: int) -> np.ndarray:
-    """Return the numbers of supervised tokens and of correctly predicted ones by sample: int64 [2, number].
+    """Count supervised tokens and correctly predicted tokens of each sample. Returns int64 [2, number].
 
-    `samples`: int64 [t], the sample of each supervised token. `hits`: bool [t], whether it was predicted correctly.
+    `samples`: int64 [t], the sample index of each supervised token. `hits`: bool [t], whether each is predicted
+    correctly. `number`: number of samples.
     """
     counted = [np.bincount(chosen, minlength=number) for chosen in (samples, samples[hits])]
     return np.stack(counted).astype(np.int64)
 
 
 def exact_match(counts: np.ndarray) -> tuple[int, int]:
-    """Return the number of samples with all supervised tokens correct, and of samples with any supervised token.
-    `counts`: `answer_counts` summed over ranks.
+    """Return the number of samples whose supervised tokens are all correct, and the number of samples with supervised
+    tokens. `counts`: sum of `answer_counts` over ranks.
     """
     supervised, hits = counts
     asked = supervised > 0
@@ -46,11 +46,11 @@ def exact_match(counts: np.ndarray) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class HeldOutEvaluation:
-    """Evaluates held-out data sets every `eval.interval` steps. Every rank has one.
+    """Evaluates held-out data sets every `eval.interval` steps. Each rank has an instance.
 
     Attributes:
-        run: the run.
-        loaders: a loader of each data set, by name, which loads it once, from the first sample to the last.
+        run: the run whose model is evaluated.
+        loaders: loaders by name of data set; each loads its data set once, in order.
     """
 
     run: Run
@@ -58,13 +58,13 @@ class HeldOutEvaluation:
 
     @classmethod
     def build(cls, run: Run) -> HeldOutEvaluation:
-        """Prepare the data sets that the run has opened, in batches of at most the training batch size."""
+        """Build the evaluation of a run's held-out data sets, with batches of at most the training batch size."""
         held_out = run.inputs.held_out.items()
         return cls(run, {name: run.loader.of_held_out(name, mixture) for name, mixture in held_out})
 
     def after(self, step: int) -> Iterator[EvaluationMetrics]:
-        """Yield the metrics of each data set, if an evaluation is due after `step`, to ranks that all exhaust the
-        iterator. Raises `SharedError` for unusable data.
+        """Yield the metrics of each data set if an evaluation is due after `step`. Collective: all ranks must exhaust
+        the iterator. Raises `SharedError` for unusable data.
         """
         if evaluates(step, self.run.trainer.job.config.eval.interval, self.run.trainer.job.config.train.iters):
             for name in self.loaders:
@@ -85,11 +85,11 @@ class HeldOutEvaluation:
             because, where = "the loss divides by their number", f"eval.datasets: {name}"
             fix = "raise data.max_seq_length, correct the data set, or remove it"
             raise SharedError.at(where, problem="no supervised token", because=because, fix=fix)
-        # In fp64, so that the sum of many batches is as accurate as that of one.
+        # Sum in fp64, so that accuracy does not depend on the number of batches.
         with trainer.watched(f"the sums over ranks of the evaluation of {name} after step {step}"):
             total = float(trainer.all_gather([local_loss if trainer.counts_loss else 0.0]).sum())
             right, asked = exact_match(trainer.all_reduce(np.concatenate(counts, axis=1)))
-        trainer.runner.watch.read()  # Discarded: these times are not part of the next step.
+        trainer.runner.watch.read()  # Discard these times, so that the next step does not report them.
         return EvaluationMetrics(
             step=step,
             dataset=name,
@@ -103,7 +103,7 @@ class HeldOutEvaluation:
         )
 
     def _batches(self, name: str) -> Iterator[StepBatch]:
-        """Yield all batches of a data set."""
+        """Yield all batches of the data set `name`."""
         trainer, loader = self.run.trainer, self.loaders[name]
         steps = -(-len(loader.mixture) // loader.dealing.step_samples)
         loaded = loader.steps(1, steps, trainer.job.config.data.workers)
@@ -114,8 +114,8 @@ class HeldOutEvaluation:
             yield batch
 
     def _forward(self, batch: StepBatch) -> tuple[float, dict[int, torch.Tensor]]:
-        """Return this rank's sum of token losses; and by micro-batch, whether each of its supervised tokens is
-        predicted correctly, bool [t], filled on ranks with the last stage of the text module.
+        """Run the forward pass of a batch. Returns this rank's sum of token losses and, by micro-batch, whether each
+        supervised token is predicted correctly, bool [t], set only on the text module's last stage.
         """
         trainer, job = self.run.trainer, self.run.trainer.job
         hits: dict[int, torch.Tensor] = {}
@@ -132,8 +132,8 @@ class HeldOutEvaluation:
         return float(trainer.runner.run(schedule, load).loss), hits
 
     def _counts(self, size: int, batch: StepBatch, hits: Mapping[int, torch.Tensor]) -> np.ndarray:
-        """Return this rank's `answer_counts` of the samples of a batch, in the order of the data set: int64 [2, size],
-        with the `size` of a full batch. Samples that were left out count nothing.
+        """Return this rank's `answer_counts` of a batch, with samples in data set order: int64 [2, size], where `size`
+        is that of a full batch. Skipped and missing samples have zero counts.
         """
         counts = np.zeros((2, size), np.int64)
         for m, token_hits in hits.items() if self.run.trainer.counts_loss else ():
@@ -144,5 +144,5 @@ class HeldOutEvaluation:
 
 
 def evaluates(step: int, interval: int, iters: int) -> bool:
-    """Return whether an evaluation is due after `step` of `iters`: every `interval` steps, and after the last one."""
+    """Return whether an evaluation is due after `step`: every `interval` steps, and after the last of `iters` steps."""
     return step > 0 and interval > 0 and (step % interval == 0 or step == iters)

@@ -1,6 +1,6 @@
-"""Exports the model as a `transformers` folder: parameters stream from their ranks to rank 0, one at a time.
+"""Exports the model as a `transformers` folder; parameters are streamed one at a time from their ranks to rank 0.
 
-Rank 0 need not hold any of them: the layouts give the ranks that do, and these describe each parameter as they send it.
+Rank 0 need not have any module: it finds the ranks of each parameter from the layouts, and these ranks send metadata.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from megatron_hetero.models.weights import Writer, model_writer, stored_shapes
 from megatron_hetero.step.module import TrainedModule
 
 OwnedSlices = tuple[tuple[TensorSlice, ...], Tensor]
-"""A rank's values of a parameter, behind their slices of stored tensors."""
+"""A rank's shard of a parameter: the slices of stored tensors that it consists of, and its values."""
 Value = Callable[[TrainedModule, str], Tensor]
-"""Returns a tensor in the shape of a parameter, by its name in a module of this rank. Collective over the ranks that
-share the parameter's data- and context-parallel group.
+"""Function that returns values in the shape of a parameter, given a local module and the parameter's name. Collective
+over the parameter's data- and context-parallel group.
 """
 
 
@@ -53,24 +53,24 @@ def export_model(
     writer: Writer = model_writer,
     only: Collection[str] | None = None,
 ) -> None:
-    """Write `target` from the weights of the first replica of each module. Collective; each rank passes its modules.
+    """Write the model to the folder `target`, from the first replica of each module. Collective over all ranks.
 
     Args:
         modules: modules on this rank.
         shapes: shapes of the model.
         topology: topology of all modules.
-        target: the folder.
-        companions: see `companions_of`; only rank 0, which writes, needs them.
+        target: folder to write.
+        companions: files exported with the weights, from `companions_of`; needed only on rank 0, which writes.
         dtype: dtype of the weights.
-        transposed: see `model_writer`.
-        source: see `model_writer`.
-        writer: `model_writer`, or another with the same arguments.
-        only: stored tensors to write; None for all.
+        transposed: whether expert weights are transposed in the folder; see `model_writer`.
+        source: stored weights of the original model; see `model_writer`.
+        writer: `model_writer`, or another function with the same arguments.
+        only: names of the stored tensors to write; None for all.
 
     Raises:
-        SharedError: the folder cannot be written; nothing of it is left then.
+        SharedError: the folder cannot be written; no partial folder remains.
     """
-    on_first(topology.files, lambda: require_writable(target))  # Checked before anything is sent.
+    on_first(topology.files, lambda: require_writable(target))  # Check before anything is sent.
     shards, working = gather_parameters(modules, topology, only=only), topology.watchdog.working
 
     def write() -> None:
@@ -84,7 +84,7 @@ def export_model(
                 with working():
                     writing.close()
         except Exception as error:
-            deque(shards, maxlen=0)  # Other ranks still send.
+            deque(shards, maxlen=0)  # Receive the rest, since other ranks still send.
             if isinstance(error, UserError):
                 raise
             problem = f"internal error, the model was not written:\n{traceback.format_exc()}"
@@ -101,16 +101,16 @@ def gather_parameters(
     value: Value = TrainedModule.whole_weight,
     only: Collection[str] | None = None,
 ) -> Iterator[OwnedSlices]:
-    """Yield on the writer the `value` of every parameter of each stage of the first replicas, view by view, from the
-    ranks that hold shards of it. `only`: stored tensors whose parameters are yielded; None for all. Collective: every
-    rank passes the modules that it holds, and exhausts the iterator.
+    """Gather the `value` of every parameter of the first replicas on rank 0, and yield its shards there. `only`: stored
+    tensors whose parameters are yielded; None for all. Collective: every rank passes its modules and must exhaust the
+    iterator, which yields nothing on ranks other than 0.
     """
     local = {(module.name, module.view): module for module in modules}
     for name, layout in topology.layouts.items():
         for stage, view in product(map(layout.stage, range(layout.pp)), layout.every_view):
             holders = stage.groups(*view.shard_axes)[0]
             if topology.rank == FIRST:
-                # In turns: holders have shards of the same stored tensors in the same order.
+                # Receive one shard from each rank in turn: all have shards of the same tensors in the same order.
                 streams = [_from(holder, local.get((name, view)), value, topology, only) for holder in holders]
                 yield from chain.from_iterable(zip(*streams, strict=True))
             elif topology.rank in holders:
@@ -122,7 +122,7 @@ def gather_parameters(
 def _from(
     holder: int, local: TrainedModule | None, value: Value, topology: Topology, only: Collection[str] | None
 ) -> Iterator[OwnedSlices]:
-    """Return the parameters of `holder`, on the writer's CPU."""
+    """Return the shards of rank `holder` in CPU memory: local shards on rank 0, otherwise received ones."""
     if holder != FIRST:
         return _received(holder, topology)
     assert local is not None, "the writer holds a shard of the module"
@@ -130,7 +130,7 @@ def _from(
 
 
 def _local_shards(module: TrainedModule, value: Value, only: Collection[str] | None) -> Iterator[OwnedSlices]:
-    """Yield this rank's parameters, except a tied copy that another stage sends."""
+    """Yield this rank's shards of a module's parameters, except a tied copy that another stage sends."""
     for name, slices in module.local_map.items():
         if name != module.tied_copy and (only is None or any(each.name in only for each in slices)):
             yield slices, value(module, name).detach()
@@ -158,7 +158,7 @@ def _received(holder: int, topology: Topology) -> Iterator[OwnedSlices]:
 
 
 def assemble(shards: Iterable[OwnedSlices], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
-    """Assemble slices into whole stored tensors, and yield each once it is complete."""
+    """Assemble slices into whole stored tensors, and yield each tensor as soon as it is complete."""
     growing: dict[str, Tensor] = {}
     missing: dict[str, int] = {}
     seen: set[tuple[str, Interval, Interval | None]] = set()
@@ -178,7 +178,7 @@ def assemble(shards: Iterable[OwnedSlices], shapes: Mapping[str, tuple[int, ...]
 
 
 def writer_of(job: JobSpec) -> tuple[Writer, Collection[str] | None]:
-    """Return the writer of a job's export, and the stored tensors that it writes; None for all."""
+    """Return the writer for the export of a job, and the stored tensors that it writes; None for all."""
     shapes, config, trained = job.shapes, job.config, _trained(job)
     if not has_adapters(shapes):
         return model_writer, None
@@ -186,14 +186,14 @@ def writer_of(job: JobSpec) -> tuple[Writer, Collection[str] | None]:
         return merging_writer, None
     try:
         only = adapter_tensors(shapes, trained)
-    except UserError:  # The run exports nothing: `require_exportable` has not checked it.
+    except UserError:  # Reached only if the run exports nothing, so that `require_exportable` was not called.
         return merging_writer, None
     bases = {TEXT: config.model.hf_path, **config.further_folders}
     return partial(adapter_writer, trained=trained, bases=bases), only
 
 
 def require_exportable(job: JobSpec) -> None:
-    """Check that an export can have what trains. Raises `UserError`."""
+    """Check that everything the job trains can be exported in its format. Raises `UserError`."""
     merge, adapters = job.config.export.merge, has_adapters(job.shapes)
     if merge and not adapters:
         raise unused("export.merge", merge, "no module has adapters", "remove it, or set lora.r of a module")

@@ -1,4 +1,4 @@
-"""The inputs of a run, opened and compared on every rank before the first process group is created."""
+"""Opens the inputs of a run on every rank and checks that they agree, before the first process group is created."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ PACKAGES = (
     "pillow",
     "av",
 )
-"""Packages that affect the numbers of a run, or the data that its ranks exchange."""
+"""Packages that affect numerical results or the data that ranks exchange; versions must agree on all ranks."""
 _SAMPLES, _SAMPLE_BYTES = 8, 4096
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The inputs of a rank.
+    """The inputs of a run, as opened on one rank.
 
-    `weights`: by module. `mixture`: data to train on. `held_out`: opened too, so that errors are reported before
-    training. `companions`: on the first rank, which exports, the files that are exported with the model, whose folders
-    may be gone at the end. `transposed`: see `StoredWeights.transposed`, of the language model. `source`: see
-    `model_writer`.
+    `weights`: initial weights by module. `mixture`: training data. `held_out`: evaluation data, opened early to report
+    errors before training. `companions`: files exported with the model, read early on the first rank, since their
+    folders may be gone at the end. `transposed`: whether expert weights are transposed in the language model's folder.
+    `source`: stored weights of the original model, see `model_writer`.
     """
 
     weights: Mapping[str, StoredWeights]
@@ -71,7 +71,7 @@ class Inputs:
 
     @classmethod
     def open(cls, job: JobSpec) -> Inputs:
-        """Open and check them. Raises `UserError`."""
+        """Open and check the inputs of a job on this rank. Raises `UserError`."""
         config, encoders, seed = job.config, job.config.further_folders, job.config.train.seed
         weights = open_modules(job.folders, job.shapes, seed) | open_encoders(encoders, job.shapes, seed)
         transposed, processor = weights[TEXT].transposed, open_processor(config)
@@ -88,8 +88,8 @@ class Inputs:
 
 
 def open_inputs(config: Config, platform: Platform, watchdog: Watchdog) -> tuple[JobSpec, Inputs]:
-    """Return the job and this rank's inputs, once all ranks have opened equal ones. Raises `UserError` on all ranks."""
-    if platform.is_cuda:  # Before the first collective.
+    """Return the job and this rank's inputs after checking that all ranks agree. Raises `UserError` on all ranks."""
+    if platform.is_cuda:  # NCCL traces must be set up before the first collective.
         with os_errors_as(partial(unwritable, config.log.dir)):
             prepare_traces(config.log.dir / "nccl")
     opened: list[tuple[JobSpec, Inputs]] = []
@@ -124,8 +124,8 @@ def _require_same(facts: Facts) -> None:
 
 
 def _settings_and_versions(config: Config, platform: Platform) -> dict[str, str]:
-    """Return the facts that are known before any file is opened."""
-    # Nobody else reads what a rank writes to its log.dir.
+    """Return the facts to compare between ranks that need no files: settings and versions of packages."""
+    # log.dir may differ between ranks, since no other rank reads it.
     settings = {name: value for name, value in flat_settings(config).items() if name != "log.dir"}
     return settings | {
         "version of python": python.python_version(),
@@ -136,9 +136,9 @@ def _settings_and_versions(config: Config, platform: Platform) -> dict[str, str]
 
 
 def _files(job: JobSpec, inputs: Inputs) -> Iterator[tuple[str, str]]:
-    """Yield the facts of files: hashes of the model's and of adapters', for weights of size, header and samples; and
-    the records of data sets, regardless of their formatting but for blocks that are shuffled. Raises `UserError` if a
-    file cannot be read.
+    """Yield the facts of files to compare between ranks: hashes of model and adapter files (of weights: size, header
+    and samples), and hashes of data sets' records, which ignore formatting except for shuffled blocks. Raises
+    `UserError` if a file cannot be read.
     """
     sources = ModelSources.recorded(yaml.safe_load(to_yaml(job.config)))
     for setting, folder_hashes in hashes(sources).items():
@@ -172,8 +172,8 @@ def _version(package: str) -> str:
 
 
 def sampled(path: Path) -> str:
-    """Return the size and a hash of the header and of evenly spaced samples of a safetensors file. It changes with the
-    tensors and with their values, as after more training. Raises `OSError`.
+    """Return a text with the size of a safetensors file and a hash of its header and of evenly spaced samples. The text
+    changes with the tensors and their values, such as after more training. Raises `OSError`.
     """
     size, digest = path.stat().st_size, hashlib.sha256()
     with open_regular(path) as file:

@@ -1,11 +1,11 @@
 """Records the metrics of a run: on the terminal, in `log.dir`, and optionally in TensorBoard and Weights & Biases.
 
 runs/
-  metrics.jsonl  config.yaml  bad_records.jsonl  events.out.tfevents.*  trace-rank0.json ...   of the last run
-  earlier-1/     earlier-2/                                           of earlier runs
-  .metrics.lock  held by the run that writes here
+  metrics.jsonl  config.yaml  bad_records.jsonl  events.out.tfevents.*  trace-rank0.json ...   files of the last run
+  earlier-1/     earlier-2/                                           files of earlier runs
+  .metrics.lock  lock file of the run that writes here
 
-One rank gets a `MetricsWriter`, the others a `Writer` that does nothing, so that the training loop has no conditions.
+One rank has a `MetricsWriter`; all others have a `Writer` that does nothing, so the training loop needs no conditions.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from megatron_hetero.checkpoint.resume import lock_folder
 from megatron_hetero.train.metrics import EvaluationMetrics, StepMetrics, Value
 
 MAX_NAMED = 10_000
-"""Maximum number of bad records that are named."""
+"""Maximum number of records in bad_records.jsonl."""
 _AFTER_RECORD = b', "where": '
-"""The text that follows data set and number of the record in a line of bad_records.jsonl."""
+"""Text after the data set and number of a record in each line of bad_records.jsonl."""
 
 
 def unwritable(path: Path, error: OSError, setting: str = "log.dir") -> UserError:
-    """Return the error for something in `log.dir` that cannot be written."""
+    """Return the error for a `path` in `log.dir`, or in the folder of another `setting`, that cannot be written."""
     problem = f"cannot be written ({in_the_way(path, error)})"
     fix = "free space or grant access, or choose another folder with --log.dir DIR"
     return UserError.at(f"{setting}: {path}", problem=problem, fix=fix)
 
 
 class LogFolder:
-    """The folder in which only this run writes, its configuration and metrics.jsonl, which starts with the lines of
+    """The locked log folder of a run, with its configuration and its metrics.jsonl, which starts with the lines of
     `history`. `notes`: notes for the user.
     """
 
     def __init__(self, folder: Path, history: str, config: str) -> None:
-        """Raises `UserError` if it cannot be written, or another run writes there."""
+        """Lock and prepare the folder. Raises `UserError` if it cannot be written, or another run writes there."""
         self.folder, self._path, self._waiting = folder, folder / METRICS, b""
         self._lock = lock_folder(folder, "log.dir", LOG_LOCK, "their metrics", unwritable)
         try:
@@ -65,7 +65,7 @@ class LogFolder:
             raise unwritable(Path(error.filename or self._path), error) from None
 
     def append(self, line: str) -> None:
-        """Append a line to metrics.jsonl, after lines that could not be written before. Raises `OSError`."""
+        """Append a line to metrics.jsonl, after any lines whose writing failed before. Raises `OSError`."""
         self._waiting += line.encode()
         self.folder.mkdir(parents=True, exist_ok=True)
         with open_own(self._path, "ab", buffering=0) as file:
@@ -73,7 +73,7 @@ class LogFolder:
                 self._waiting = self._waiting[file.write(self._waiting) :]
 
     def name(self, bad: Iterable[BadSample]) -> None:
-        """Add a line to bad_records.jsonl for each record that has none, up to `MAX_NAMED`. Raises `OSError`."""
+        """Append each new record to bad_records.jsonl, up to `MAX_NAMED` lines in total. Raises `OSError`."""
         for line in (json.dumps(each._asdict()).encode() for each in bad):
             if (key := line.partition(_AFTER_RECORD)[0]) not in self._named and len(self._named) < MAX_NAMED:
                 with open_own(self.folder / BAD_RECORDS, "ab") as file:
@@ -81,23 +81,23 @@ class LogFolder:
                 self._named.add(key)
 
     def history(self) -> str:
-        """Return all lines so far, also lines that could not be written yet; only these if the file is unreadable."""
+        """Return all lines of metrics.jsonl so far and unwritten lines; only the latter if the file is unreadable."""
         written = b""
         with suppress(OSError):
             written = read_own(self._path)
         return (written + self._waiting).decode("utf-8", errors="replace")
 
     def close(self) -> None:
-        """Release the folder."""
+        """Release the lock on the folder."""
         self._lock.release()
 
 
 def _set_aside(folder: Path, history: bytes, config: bytes) -> Iterator[str]:
-    """Move the files of another run, or a different configuration, to a new subfolder. Yields notes for the user.
+    """Move the files of an earlier run, or a configuration that differs, to a new subfolder. Yields notes for the user.
     Raises `OSError`.
     """
     lines, settings = read_own(folder / METRICS), read_own(folder / CONFIG)
-    # The last lines of a run whose disk was full are only in its checkpoint; steps after that are trained again.
+    # After a full disk, a checkpoint's `history` may have more lines than metrics.jsonl, so compare common lines only.
     continues = bool(history) and history.startswith(lines[: len(history)])
     if (lines or os.path.lexists(folder / BAD_RECORDS)) and not continues:
         moved = [path for pattern in OF_A_RUN for path in sorted(folder.glob(pattern))]
@@ -118,12 +118,12 @@ def _not_installed(where: str, name: str, package: str, error: ImportError) -> U
 
 
 class TensorBoard:
-    """Writes event files to `folder`. If the first `done` steps were trained before, later steps are purged."""
+    """Writer of TensorBoard event files in `folder`. On a resume after `done` steps, later steps are purged."""
 
     name = "TensorBoard"
 
     def __init__(self, folder: Path, done: int) -> None:
-        """Raises `UserError` if TensorBoard is not installed, or the folder cannot be written."""
+        """Open an event file. Raises `UserError` if TensorBoard is missing, or the folder cannot be written."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -132,26 +132,26 @@ class TensorBoard:
             self._writer = SummaryWriter(str(folder), purge_step=done + 1 if done else None)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record values by metric name."""
+        """Record the values of a step by metric name."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self, *, failed: bool) -> None:
-        """Close the event file, which does not say how a run ended."""
+        """Close the event file. `failed` is ignored, since event files do not record how a run ended."""
         self._writer.close()
 
 
 class WandB:
-    """Logs to a Weights & Biases project, with the configuration of the run. A resumed run continues the W&B run whose
-    id an earlier one has left in `folder`. `WANDB_MODE=offline` writes to `folder/wandb` only, for `wandb sync`.
+    """Logger for a Weights & Biases project. A resumed run continues the W&B run whose id is saved in `folder`. With
+    `WANDB_MODE=offline`, data is written only to `folder/wandb`, for `wandb sync`.
 
-    Steps are a separate metric (`step`), since W&B's counter refuses steps that are trained again.
+    Steps are logged as a separate metric (`step`), since W&B's step counter must not decrease after a resume.
     """
 
     name = "Weights & Biases"
 
     def __init__(self, folder: Path, project: str, config: str) -> None:
-        """Raises `UserError` if it is not installed or cannot be started, for want of a login for example."""
+        """Start a W&B run. Raises `UserError` if W&B is not installed or cannot start, for example without a login."""
         try:
             wandb: Any = importlib.import_module("wandb")
         except ImportError as error:
@@ -164,7 +164,7 @@ class WandB:
                 id=read_own(file).decode().strip() or None,
                 resume="allow",
                 config=yaml.safe_load(config) or {},
-                # Standard output belongs to the progress bar.
+                # Do not let W&B capture standard output, which the progress bar uses.
                 settings=wandb.Settings(console="off"),
             )
             self._run.define_metric("*", step_metric="step")
@@ -176,7 +176,7 @@ class WandB:
             raise UserError.at("log.wandb (--log.wandb)", problem=problem, fix=fix) from None
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record values by metric name."""
+        """Record the values of a step by metric name."""
         self._run.log({**values, "step": step})
 
     def close(self, *, failed: bool) -> None:
@@ -185,10 +185,10 @@ class WandB:
 
 
 class Writer:
-    """Receives the output of the training loop, and does nothing with it; a context manager that closes itself.
+    """Writer that discards the output of the training loop, for ranks that do not log. A context manager.
 
-    `faults`: messages about writes that failed, by target. `failed`: whether the run ends with an error, for the
-    trackers; an exception that leaves the context also sets it.
+    `faults`: messages about failed writes, by target. `failed`: whether the run ends with an error, as reported to the
+    trackers; also set if an exception leaves the context.
     """
 
     def __init__(self) -> None:
@@ -196,13 +196,13 @@ class Writer:
         self.failed = False
 
     def write(self, metrics: StepMetrics) -> None:
-        """Record one step."""
+        """Record the metrics of one step."""
 
     def write_evaluation(self, metrics: EvaluationMetrics) -> None:
-        """Record the evaluation of one data set."""
+        """Record the metrics of an evaluation of one data set."""
 
     def write_bad(self, bad: Iterable[BadSample]) -> None:
-        """Name the records of bad samples."""
+        """Record which data set records are bad."""
 
     def history(self) -> str:
         """Return the lines of metrics.jsonl so far, including those before a resume."""
@@ -212,7 +212,7 @@ class Writer:
         """Print text or anything that `rich` renders, above the progress bar."""
 
     def close(self) -> None:
-        """Finish; nothing is written afterwards."""
+        """Close all outputs; nothing may be written afterwards."""
 
     def __enter__(self) -> Self:
         return self
@@ -223,18 +223,18 @@ class Writer:
 
 
 class MetricsWriter(Writer):
-    """Writes the metrics of a run to a folder and the terminal. A failing write does not end the run: it is reported at
-    once, retried if possible, and recorded in `faults`.
+    """Writer of a run's metrics to a folder, the terminal and trackers. A failed write does not end the run: it is
+    reported at once, retried if possible, and recorded in `faults`.
 
     Args:
-        folder: the folder; files of an earlier run in it are moved to a subfolder.
+        folder: the log folder; files of an earlier run in it are moved to a subfolder.
         steps: number of steps of the run.
         config: the resolved configuration as YAML, which is saved with the metrics.
-        done: number of steps that were trained before.
-        history: the lines of metrics.jsonl of these steps.
+        done: number of steps trained before a resume.
+        history: lines of metrics.jsonl for these steps.
         tensorboard: whether to write event files for TensorBoard.
         wandb: the Weights & Biases project to log to, if any.
-        console: receives lines and progress; the default is standard output.
+        console: console for lines and progress; by default standard output.
 
     Raises:
         UserError: the folder cannot be written, another run writes there, or a tracker cannot be started.
@@ -269,14 +269,14 @@ class MetricsWriter(Writer):
         times = (TimeElapsedColumn(), TimeRemainingColumn())
         self._progress = Progress(*columns, *times, console=self._console, transient=True)
         self._task = self._progress.add_task("training", total=steps, completed=done)
-        # Only a terminal can redraw a bar; elsewhere there are plain lines.
+        # Show the progress bar only on a terminal, which can redraw it.
         if self._console.is_terminal:
             self._progress.start()
         for note in self._log.notes:
             self.print(note)
 
     def write(self, metrics: StepMetrics) -> None:
-        """Record one step."""
+        """Record the metrics of one step."""
         record = metrics.record()
         self._append(json.dumps(record, allow_nan=False) + "\n")
         self._track("train", metrics.step, record)
@@ -284,13 +284,13 @@ class MetricsWriter(Writer):
         self._progress.update(self._task, completed=metrics.step)
 
     def write_evaluation(self, metrics: EvaluationMetrics) -> None:
-        """Record the evaluation of one data set."""
+        """Record the metrics of an evaluation of one data set."""
         self._append(json.dumps(metrics.record(), allow_nan=False) + "\n")
         self._track(f"eval/{metrics.dataset}", metrics.step, metrics.values)
         self.print(metrics.line(self._steps))
 
     def write_bad(self, bad: Iterable[BadSample]) -> None:
-        """Name the records of bad samples, each once."""
+        """Add bad records to bad_records.jsonl, each once."""
         try:
             self._log.name(bad)
         except OSError as error:
@@ -309,7 +309,7 @@ class MetricsWriter(Writer):
             self.faults.pop(METRICS, None)
 
     def _track(self, group: str, step: int, values: Mapping[str, Value]) -> None:
-        """Send the numbers to each tracker as `group/name`, until that fails."""
+        """Log the numbers to each tracker as `group/name`; a tracker that fails is dropped."""
         numbers = {f"{group}/{n}": v for n, v in values.items() if n != "step" and isinstance(v, int | float)}
         for tracker in tuple(self._trackers):
             try:
@@ -321,7 +321,7 @@ class MetricsWriter(Writer):
                 self._note(tracker.name, str(UserError.at(tracker.name, problem=problem, fix=fix)))
 
     def _note(self, what: str, fault: str) -> None:
-        """Report a fault if it is new."""
+        """Record a fault of the target `what`; print it if it is the first fault of that target."""
         if what not in self.faults:
             with suppress(OSError):
                 print(f"warning: {fault}", file=sys.stderr, flush=True)
@@ -329,22 +329,22 @@ class MetricsWriter(Writer):
 
     def print(self, renderable: object) -> None:
         """Print text or anything that `rich` renders, above the progress bar."""
-        # A pipe or terminal that has gone must not end the run; on a closed pipe `rich` exits.
+        # A closed pipe or terminal must not end the run; `rich` raises SystemExit on a closed pipe.
         with suppress(OSError, SystemExit):
             if isinstance(renderable, str) and not self._console.is_terminal:
-                # A file or a pipe has no width to wrap at.
+                # Print to files and pipes without wrapping lines.
                 print(renderable, file=self._console.file)
             else:
                 self._console.print(renderable, markup=False, highlight=False)
             self._console.file.flush()
 
     def close(self) -> None:
-        """Finish; nothing is written afterwards."""
+        """Close all outputs; nothing may be written afterwards."""
         if self._progress.live.is_started:
             with suppress(OSError):
                 self._progress.stop()
-        self._append("")  # Lines still waiting for disk space.
+        self._append("")  # Retry lines whose writing failed before.
         self._log.close()
         for tracker in self._trackers:
-            with suppress(Exception):  # Each step was flushed as it was written, and failures were reported.
+            with suppress(Exception):  # Ignore errors: every step is already flushed.
                 tracker.close(failed=self.failed)

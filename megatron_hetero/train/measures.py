@@ -24,16 +24,16 @@ from megatron_hetero.train.log import unwritable
 
 
 def step_flops(shapes: ModelShapes, frozen: Frozen, batch: StepBatch) -> int:
-    """Return the model FLOPs of a step. Encoders count per patch, since fewer rows than patches reach the language
-    model.
+    """Return the model FLOPs of a step. FLOPs of encoders are counted per patch, not per row, since patches are merged
+    before the language model.
     """
     tokens = {name: encoder.tokens(batch.sizes[name]) for name, encoder in shapes.encoders.items()}
     tokens[TEXT] = Tokens(batch.sample_lengths, supervised=batch.supervised)
     return sum(frozen.operations(name, shapes, module_tokens) for name, module_tokens in tokens.items())
 
 
-# Dense bfloat16 operations per second, from the vendors' data sheets. The first entry whose words are all
-# in the device's name counts, so longer names come first.
+# Peak dense bfloat16 FLOP/s, from the vendors' data sheets. The first entry whose words are all in the
+# device's name is used, so longer names come first.
 _PEAKS = (
     ("GB200", 2.5e15),
     ("B200", 2.25e15),
@@ -62,8 +62,8 @@ _PEAKS = (
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the peak dense bfloat16 operations per second of a device, by the name that its driver reports; None if it
-    is not known, as for CPUs and for slices of a device.
+    """Return the peak dense bfloat16 FLOP/s of a device, given the name that its driver reports; None if unknown, as
+    for CPUs and slices of a device.
     """
     words = device_name.replace("-", " ").upper().split()
     if "MIG" in words:
@@ -72,8 +72,8 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def take_loads(modules: Iterable[TrainedModule], topology: Topology, layers: Sequence[int]) -> list[float]:
-    """Return for each of `layers` the tokens of its busiest expert relative to the mean of all its experts, since the
-    last call; 0 for layers that are not on this rank, or without tokens. Collective over each stage of the text module.
+    """Return the ratio of maximum to mean tokens per expert since the last call, for each layer number in `layers`; 0
+    for layers on other ranks or without tokens. Collective over each stage of the text module.
     """
     chunks = next((module.chunks for module in modules if module.name == TEXT), ())
     loads = {number: load for chunk in chunks for number, load in chunk.take_loads().items()}
@@ -90,9 +90,9 @@ def take_loads(modules: Iterable[TrainedModule], topology: Topology, layers: Seq
 
 
 class StepProfiler:
-    """Traces the steps of `train.profile`, and writes `trace-rankN.json` to `log.dir` after the last one, for Perfetto
-    (ui.perfetto.dev). Ranges are named after the schedule's actions, such as ``text.0.F3``. `settle`: waits for
-    collectives that are in flight after a step.
+    """Profiler of the steps in `train.profile`; writes `trace-rankN.json` to `log.dir` after the last of these steps,
+    for Perfetto (ui.perfetto.dev). Ranges are named after schedule actions, such as ``text.0.F3``. `settle`: function
+    that waits for collectives still in flight after a step.
     """
 
     def __init__(self, config: Config, topology: Topology, settle: Callable[[], None]):
@@ -105,13 +105,13 @@ class StepProfiler:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Trace inside, if step `number` is one of the chosen steps."""
+        """Return a context that traces step `number` if it is one of the chosen steps."""
         if self._first and number == self._first:
             self._profile = profile(activities=self._activities)
             self._profile.start()
         yield
         if self._profile is not None and number == self._last:
-            self._settle()  # A trace that ends while gloo's threads record what they do may end the process.
+            self._settle()  # Stopping a trace while gloo's threads record events can crash the process.
             self._profile.stop()
             self._write(self._profile)
             self._profile = None
@@ -119,8 +119,8 @@ class StepProfiler:
     def _write(self, trace: profile) -> None:
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(self._file) as new:  # The exporter itself reports no errors.
+            with replacing(self._file) as new:  # The exporter does not report write errors.
                 trace.export_chrome_trace(str(new))
         except OSError as error:
-            with contextlib.suppress(OSError):  # A terminal may have gone.
+            with contextlib.suppress(OSError):  # The terminal may be closed.
                 print(f"warning: {unwritable(self._file, error, 'train.profile')}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Metrics of a step and of an evaluation, as records of metrics.jsonl and as lines for the terminal."""
+"""Metrics of training steps and evaluations, formatted as records of metrics.jsonl and as lines for the terminal."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 Value = float | int | str | None
-"""A metric in a record."""
+"""Value of a metric in a record of metrics.jsonl."""
 _RECORDED_OTHERWISE = ("data_time_s", "boundary_time_s", "stopping", "extra")
-"""Attributes of `StepMetrics` that are recorded in another form, or not at all."""
+"""Attributes of `StepMetrics` that are not recorded, or recorded under other names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """Metrics of one step, over all ranks.
+    """Metrics of one training step, over all ranks.
 
     Attributes:
         step: number of the step, from 1.
         loss: mean over supervised tokens, in nats; NaN if nothing was trained, since all samples were skipped.
-        grad_norm: norm over all modules, before clipping; NaN if nothing was trained.
+        grad_norm: gradient norm over all modules, before clipping; NaN if nothing was trained.
         lr: learning rate of the text module.
-        tokens: tokens in all samples, with image tokens, without padding.
-        images: pictures and videos in all samples.
-        step_time_s: time of the step.
+        tokens: number of tokens in all samples, including image tokens, without padding.
+        images: number of images and videos in all samples.
+        step_time_s: duration of the step in seconds.
         peak_memory_bytes: maximum over ranks since the start of the run, before the step's update.
-        skipped_samples: samples that were too long.
-        data_time_s: time of the wait for data.
-        boundary_time_s: time in which this rank packed or awaited rows; transfers overlap with compute.
+        skipped_samples: number of samples skipped as too long.
+        data_time_s: seconds spent waiting for data.
+        boundary_time_s: seconds that this rank spent packing or awaiting rows; transfers overlap with compute.
         mfu: model FLOPs utilisation; None if the device's peak is unknown.
         stopping: whether a rank was asked to stop, so that all stop after this step; not recorded.
-        extra: further values to record, under unused names.
+        extra: additional values to record, by name.
     """
 
     step: int
@@ -49,7 +49,7 @@ class StepMetrics:
     extra: Mapping[str, Value] = field(default_factory=dict)
 
     def record(self) -> dict[str, Value]:
-        """Return the record for metrics.jsonl; numbers that are not finite are None."""
+        """Return the record for metrics.jsonl, in which NaN and infinity are replaced by None."""
         rates = {
             "tokens_per_s": self._per_second(self.tokens),
             "images_per_s": self._per_second(self.images),
@@ -60,7 +60,7 @@ class StepMetrics:
         return {name: _finite(value) for name, value in {**values, **rates, **self.extra}.items()}
 
     def line(self, steps: int) -> str:
-        """Return the line for the terminal, in a run of `steps` steps."""
+        """Format the metrics as a line for the terminal; `steps` is the number of steps of the run."""
         fields = [
             f"step {self.step:>{len(str(steps))}}/{steps}",
             "nothing trained" if math.isnan(self.loss) else f"loss {self.loss:.4f} | norm {self.grad_norm:.3f}",
@@ -81,17 +81,17 @@ class StepMetrics:
         return " | ".join(fields)
 
     def _per_second(self, amount: float) -> float:
-        """Return an amount of the step as a rate, and seconds as a share of its time; 0 if no time passed."""
+        """Return an amount divided by the duration of the step; 0 if no time passed."""
         return amount / self.step_time_s if self.step_time_s > 0 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationMetrics:
-    """Metrics of one held-out data set after one step (from 1), over all ranks.
+    """Metrics of an evaluation of one held-out data set after a step, over all ranks.
 
-    `loss`: mean over all supervised tokens, in nats. `asked`: samples with a supervised token. `exact_match`: share of
-    these whose answer greedy decoding would reproduce exactly. `samples`: all samples except those skipped as too long
-    or bad. `bad`: see `bad_counts`.
+    `loss`: mean over all supervised tokens, in nats. `asked`: number of samples with supervised tokens. `exact_match`:
+    share of these samples whose answer greedy decoding would reproduce exactly. `samples`: number of samples not
+    skipped as too long or bad. `bad`: counts of bad samples, see `bad_counts`.
     """
 
     step: int
@@ -106,16 +106,16 @@ class EvaluationMetrics:
 
     @property
     def values(self) -> dict[str, Value]:
-        """Numbers by name; None for numbers that are not finite."""
+        """Metrics by name; None in place of NaN and infinity."""
         values = {name: value for name, value in vars(self).items() if name not in ("step", "dataset", "bad")}
         return {name: _finite(value) for name, value in {**values, **self.bad}.items()}
 
     def record(self) -> dict[str, Value]:
-        """Return the record for metrics.jsonl, a separate line."""
+        """Return the record of this evaluation for metrics.jsonl."""
         return {"step": self.step, "eval_dataset": self.dataset} | {f"eval_{n}": v for n, v in self.values.items()}
 
     def line(self, steps: int) -> str:
-        """Return the line for the terminal, in a run of `steps` steps."""
+        """Format the metrics as a line for the terminal; `steps` is the number of steps of the run."""
         return (
             f"step {self.step:>{len(str(steps))}}/{steps} | evaluation of {self.dataset} | loss {self.loss:.4f} | "
             f"exact match {self.exact_match:.1%} of {self.asked:,} | "
@@ -124,5 +124,5 @@ class EvaluationMetrics:
 
 
 def _finite(value: Value) -> Value:
-    """Return the value, or None for NaN and infinity, which JSON lacks."""
+    """Return None for NaN and infinity, which JSON cannot represent; return other values unchanged."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""A run: its batches from the first step to the last, its export, and the table that it prints at its start."""
+"""A training run on one rank: its batches, its export, and the table of modules that it prints at the start."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_hetero.train.log import Writer
 from megatron_hetero.train.trainer import Trainer
 
 ALLOWED_BAD = 10
-"""Bad samples that are allowed whatever share of the samples they are."""
+"""Number of bad samples that are always allowed, regardless of their share of all samples."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -36,8 +36,8 @@ class Run:
     saver: Saver
 
     def batches(self) -> Iterator[tuple[int, StepBatch, float]]:
-        """Yield (step, batch, seconds waited) of all remaining steps. Nothing is prefetched across an evaluation.
-        Raises `UserError`, on every rank, for unusable data, and if all samples are skipped.
+        """Yield (step, batch, seconds waited) for each remaining step. Batches are not prefetched across an evaluation.
+        Raises `UserError` on every rank for unusable data, and if all samples are skipped.
         """
         config, first, in_a_row = self.trainer.job.config, self.resumed.step + 1, 0
         data, last = config.data, config.train.iters
@@ -49,7 +49,7 @@ class Run:
             with self.trainer.watched(f"the data of step {step}"):
                 batch = next(batches)
             in_a_row = 0 if batch.sample_lengths else in_a_row + batch.skipped + len(batch.bad)
-            if in_a_row >= min(len(self.loader.mixture), everything):  # All samples of the mixture, or of the run.
+            if in_a_row >= min(len(self.loader.mixture), everything):  # Every available sample was skipped.
                 what = f"longer than {data.max_seq_length} tokens" + (" or bad" if batch.bad else "")
                 problem = f"all of {in_a_row} samples in a row are {what} and were skipped"
                 where, fix = "data.max_seq_length (--data.max_seq_length)", "raise it, or lower data.max_pixels"
@@ -58,8 +58,8 @@ class Run:
             yield step, batch, time.perf_counter() - start
 
     def checked(self, batches: Iterable[StepBatch], when: str) -> Iterator[StepBatch]:
-        """Yield the batches, after naming bad records in the log folder. `when`: when samples were drawn, for the
-        message. Raises `SharedError`, on every rank, once too many of the samples are bad.
+        """Yield the batches after recording their bad samples in the log folder. `when`: description of when samples
+        were drawn, for the message. Raises `SharedError` on every rank once too many samples are bad.
         """
         bad, drawn, share = 0, 0, self.trainer.job.config.data.max_bad_share
         for batch in batches:
@@ -73,8 +73,8 @@ class Run:
             yield batch
 
     def export(self, target: Path) -> None:
-        """Write the model to `target` in `transformers` format, adapters in PEFT's unless they are merged. Raises
-        `SharedError`, as `export_model` does.
+        """Export the model to `target` in `transformers` format, or in PEFT format if it has adapters that are not
+        merged. Raises `SharedError` if `target` cannot be written.
         """
         trainer, inputs = self.trainer, self.inputs
         writer, only = writer_of(trainer.job)
@@ -94,9 +94,9 @@ class Run:
 
 
 def stretches(first: int, last: int, interval: int) -> Iterator[tuple[int, int]]:
-    """Yield the steps from `first` to `last` in stretches that end at multiples of `interval`; one if that is 0.
+    """Yield (first, last) of ranges of steps that end at multiples of `interval`; a single range if that is 0.
 
-    An evaluation after a stretch uses the process groups that load steps, so that no step may be loading meanwhile.
+    An evaluation after a range uses the process groups that load training data, so no step may be loading meanwhile.
     """
     while first <= last:
         end = last if interval == 0 else min(last, -(-first // interval) * interval)
@@ -105,7 +105,7 @@ def stretches(first: int, last: int, interval: int) -> Iterator[tuple[int, int]]
 
 
 def describe(trainer: Trainer) -> Table:
-    """Return a table of modules, layouts, ranks, and the largest number of parameters on a rank. Collective."""
+    """Return a table with each module's layout, ranks and maximum number of parameters on a rank. Collective."""
     model = trainer.job.config.model
     table = Table(title=f"{model.hf_path} in {model.dtype} on {trainer.topology.platform.device.type}")
     for column in ("module", "layout", "ranks", "parameters per rank", "trained per rank", "activations over tp"):
@@ -118,7 +118,7 @@ def describe(trainer: Trainer) -> Table:
 
 
 def _parameters(trainer: Trainer, name: str) -> tuple[int, int]:
-    """Return the number of elements of this rank's parameters of a module, and of its trained parameters."""
+    """Return the number of parameters of a module on this rank, and how many of these are trained."""
     views = (module for module in trainer.optimizer.modules if module.name == name)
     parameters = [p for view in views for p in view.parameters.values()]
     return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)

@@ -38,7 +38,7 @@ from megatron_hetero.train.trainer import Trainer
 
 def prepare(job: JobSpec, platform: Platform) -> None:
     """Prepare this process for the modules of a job, before groups are created. Raises `UserError`."""
-    job.schedule  # noqa: B018 (one that does not fit is refused before groups are created)
+    job.schedule  # noqa: B018 (building the schedule validates it before groups are created)
     torch.manual_seed(job.config.train.seed)
     megatron.prepare(platform)
     megatron.prepare_globals(job.config.train.seed)
@@ -47,8 +47,8 @@ def prepare(job: JobSpec, platform: Platform) -> None:
 def build_modules(
     job: JobSpec, topology: Topology, weights: Mapping[str, WeightSource], *, check: bool = True
 ) -> tuple[TrainedModule, ...]:
-    """Build this rank's stages of all modules, with `weights` by module. `check`: whether ranks agree to compile.
-    Raises `UserError`.
+    """Build this rank's stages of all modules from `weights` by module. `check`: whether to check that ranks agree on
+    compilation. Raises `UserError`.
     """
     if check:
         with topology.watchdog.waiting(lambda: "the first kernels that all other ranks compile"):
@@ -61,13 +61,13 @@ def build_modules(
         here = [module for name, module in job.modules.items() if topology.has(name)]
         return tuple(view for module in here for view in build_module(module, topology, weights[module.name]))
 
-    # If a fault is found on one rank only, all ranks leave with its error.
+    # If building fails on any rank, all ranks raise its error.
     with topology.watchdog.waiting(lambda: "the weights of all other ranks"):
         return all_or_none(topology.files, build, topology.watchdog.working)
 
 
 def build_optimizer(job: JobSpec, topology: Topology, modules: Sequence[TrainedModule]) -> JointOptimizer:
-    """Build the optimizer of this rank's modules, each by its own record. Collective. Raises `UserError`."""
+    """Build the joint optimizer of this rank's modules from their settings. Collective. Raises `UserError`."""
     algorithms = {name: _algorithm(job, module) for name, module in job.modules.items()}
     with topology.watchdog.waiting(lambda: "the optimizers of all other ranks"):
         return join_optimizers(
@@ -81,7 +81,7 @@ def build_optimizer(job: JobSpec, topology: Topology, modules: Sequence[TrainedM
 
 
 def _algorithm(job: JobSpec, module: ModuleJob) -> Algorithm:
-    """Return the optimizer of a module, with its learning rates and number formats."""
+    """Return the optimization algorithm of a module, with its learning rates and number formats."""
     chosen, settings = job.config.optimizer, module.settings
     common: dict[str, Any] = {
         "lr": partial(module.peak_lr, chosen),
@@ -97,7 +97,7 @@ def _algorithm(job: JobSpec, module: ModuleJob) -> Algorithm:
 
 
 def on_rank(job: JobSpec, modules: Sequence[TrainedModule]) -> dict[str, ModuleOnRank]:
-    """Return the stages of this rank's modules, as a `Runner` takes them."""
+    """Return this rank's modules with their stages, by name, as arguments for a `Runner`."""
     stages_by_module = dict[str, ModuleOnRank]()
     for module in modules:
         stages = dict(zip(module.stages, module.chunks, strict=True))
@@ -108,8 +108,8 @@ def on_rank(job: JobSpec, modules: Sequence[TrainedModule]) -> dict[str, ModuleO
 
 
 def resume_run(trainer: Trainer, inputs: Inputs) -> tuple[Resumed, Writer, Saver]:
-    """Resume from a checkpoint if there is one, and open the log. Collective; ranks wait for each other here for the
-    last time before the first step. Raises `UserError`, before anything is written.
+    """Resume from a checkpoint if there is one, and open the log. Collective; returns after all ranks are ready for the
+    first step. Raises `UserError` before anything is written.
     """
     config, topology, watchdog = trainer.job.config, trainer.topology, trainer.topology.watchdog
     if topology.rank == FIRST:
@@ -124,20 +124,20 @@ def resume_run(trainer: Trainer, inputs: Inputs) -> tuple[Resumed, Writer, Saver
         resumed = resume(config, state, record)
         _require_trained_projector(trainer.job, resumed)
         writer = _open_writer(config, topology, resumed)
-    # Ranks that still read their weights take longer than any step may.
+    # Other ranks may still be reading weights, which can exceed the time limit of a step.
     trainer.wait_for_all("the start of all other ranks")
     return resumed, writer, Saver(config, state, record, resumed.step, watchdog.waiting, writer.history)
 
 
 def _unread(inputs: Inputs) -> list[str]:
-    """Return lines about keys of records that are not read; none if a file cannot be read, which all ranks will see."""
+    """Return lines about keys of records that are not read; none if a file is unreadable, which is reported later."""
     with suppress(UserError, OSError):
         return sorted({data.unread for each in (inputs.mixture, *inputs.held_out.values()) for data, _ in each.sampled})
     return []
 
 
 def _require_trained_projector(job: JobSpec, resumed: Resumed) -> None:
-    """Check that all of a fresh projector is trained, in this run or before. Raises `UserError`."""
+    """Check that this run or an earlier one trains all tensors of a fresh projector. Raises `UserError`."""
     frozen = [name for name in own_projectors(job.shapes) if name in job.frozen.tensors]
     if resumed.step == 0 and job.folders.fresh_projector and frozen:
         subset = next(subset for subset, names in tensors_by_subset(job.shapes).items() if frozen[0] in names)
@@ -150,7 +150,7 @@ def _require_trained_projector(job: JobSpec, resumed: Resumed) -> None:
 
 
 def _open_writer(config: Config, topology: Topology, resumed: Resumed) -> Writer:
-    """Return the writer of this rank. Raises `SharedError` if `log.dir` cannot be written, or another run does."""
+    """Return this rank's writer. Raises `SharedError` if `log.dir` cannot be written or another run writes there."""
     opened: list[MetricsWriter] = []
 
     def open_folder() -> None:

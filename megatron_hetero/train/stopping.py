@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: a rank notes them on arrival, and all ranks agree at the end of a step."""
+"""Handles signals that ask a run to stop: a rank records them on arrival, and all ranks agree at the end of a step."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from types import FrameType
 from megatron_hetero.groups.launch import FAILED, is_lost_peer, leave, leave_interrupted, rank
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-"""Sent by a scheduler before it ends a job, by Ctrl-C, and by a closing terminal (the end of ssh)."""
+"""Signals sent by a scheduler before it ends a job, by Ctrl-C, and by a closing terminal (such as an ssh session)."""
 
 
 class StopRequest:
-    """True once this rank was asked to stop. `seen`: the first signal to stop."""
+    """Stop flag of this rank: true once a signal has asked it to stop. `seen`: the first such signal."""
 
     def __init__(self) -> None:
         self.seen: signal.Signals | None = None
@@ -25,15 +25,15 @@ class StopRequest:
         return self.seen is not None
 
     def start(self) -> None:
-        """Note signals from now on. SIGTERM still ends the process, which has nothing to save before `begin`."""
+        """Record signals from now on. SIGTERM still ends the process until `begin`, as there is nothing to save yet."""
         self._handlers = ExitStack()
         for number in SIGNALS[1:]:
-            # nohup ignores SIGHUP: the run should survive the terminal.
+            # Leave SIGHUP ignored under nohup, so that the run survives its terminal.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._handle(self._handlers, number)
 
     def begin(self) -> None:
-        """Note SIGTERM too: it ends the process after the current step."""
+        """Record SIGTERM too, so that it stops the run after the current step."""
         if self._handlers is not None:
             self._handle(self._handlers, signal.SIGTERM)
 
@@ -43,7 +43,7 @@ class StopRequest:
             self._handlers.close()
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: end the process if it `insists` on an earlier one."""
+        """Record a stop signal; end the process at once if it repeats an earlier one (see `insists`)."""
         if self.seen is not None:
             if insists(self.seen, number):
                 leave_interrupted()
@@ -51,7 +51,7 @@ class StopRequest:
         self.seen = signal.Signals(number)
         if rank() == 0:
             again = "; Ctrl-C again ends it without saving" if number == signal.SIGINT else ""
-            # Not through sys.stderr, which the interrupted code may be writing to.
+            # Write to the file descriptor, since the interrupted code may be writing to sys.stderr.
             with suppress(OSError):
                 os.write(2, f"{self.seen.name}: the run will save and stop after this step{again}\n".encode())
 
@@ -60,14 +60,14 @@ class StopRequest:
 
 
 def insists(first: int, then: int) -> bool:
-    """Return whether a second signal means to stop at once: a second Ctrl-C, which torchrun forwards as SIGTERM."""
+    """Return whether a second signal demands an immediate stop: a second Ctrl-C, which torchrun forwards as SIGTERM."""
     return then == signal.SIGINT or (first == signal.SIGINT and then == signal.SIGTERM)
 
 
 @contextmanager
 def stop_requests(wanted: bool = True) -> Iterator[StopRequest]:
-    """Note `SIGNALS` inside instead of ending the process, until the request's `end`. A second Ctrl-C still ends
-    it, as does SIGTERM before the request's `begin`. Does nothing unless `wanted`.
+    """Return a context in which `SIGNALS` set the stop request instead of ending the process, until its `end`. A second
+    Ctrl-C still ends the process, as does SIGTERM before the request's `begin`. Does nothing unless `wanted`.
     """
     request = StopRequest()
     try:
@@ -75,7 +75,7 @@ def stop_requests(wanted: bool = True) -> Iterator[StopRequest]:
             request.start()
         yield request
     except Exception as error:
-        # torchrun ends the remaining ranks when one has died. It has reported that; nobody waits for this rank.
+        # torchrun terminates the remaining ranks after one has died, and reports it, so exit without a message.
         if request.seen is signal.SIGTERM and is_lost_peer(error):
             leave("", FAILED)
         raise

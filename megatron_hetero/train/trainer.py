@@ -1,4 +1,4 @@
-"""Training steps on one rank: forward, backward and update, in step with all other ranks."""
+"""Training steps on one rank: forward, backward and optimizer update, synchronized with all other ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from megatron_hetero.train.measures import StepProfiler, peak_flops, step_flops,
 from megatron_hetero.train.metrics import StepMetrics
 
 Laps = Mapping[str, Sequence[float]]
-"""Seconds of this rank's runs of each module, and of crossings at boundaries."""
+"""Durations in seconds on this rank of each run of a module and each boundary crossing, by name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,11 +41,11 @@ class Trainer:
     """Trains the modules on this rank, step by step.
 
     Attributes:
-        job: modules, batches and schedules.
+        job: specification of modules, batches and schedules.
         topology: topology of all modules.
         optimizer: optimizer of the modules on this rank, encoders first.
-        runner: executes their stages.
-        profiler: traces chosen steps.
+        runner: runner that executes the schedule on these modules.
+        profiler: profiler that traces chosen steps.
     """
 
     job: JobSpec
@@ -55,10 +55,10 @@ class Trainer:
     profiler: StepProfiler
 
     def train_step(self, step: int, batch: StepBatch, waited: float = 0.0, stop: object = False) -> StepMetrics:
-        """Run forward, backward, and update; nothing is updated if all samples were left out.
+        """Run forward, backward and update of a step. If all samples were skipped, no weights are updated.
 
-        `waited`: seconds of the wait for the batch. `stop`: true, at the end of the step, if this rank was asked to
-        stop. Raises `SharedError` before the update if the loss or a gradient is NaN or infinite.
+        `waited`: seconds spent waiting for the batch. `stop`: an object that is true at the end of the step if this
+        rank was asked to stop. Raises `SharedError` before the update if the loss or a gradient is not finite.
         """
         start = time.perf_counter() - waited
         if batch.sample_lengths and batch.supervised == 0:
@@ -69,14 +69,14 @@ class Trainer:
         with self.profiler.step(step):
             if batch.sample_lengths:
                 metrics = self._train(step, batch, stop)
-            else:  # Only the learning rate advances.
+            else:  # Without trained samples, only the learning rate schedule advances.
                 with self.watched(f"the end of step {step}"):
                     metrics = self._metrics(step, batch, {}, self._figures(batch, {}, stop, None))
         seconds = time.perf_counter() - start
         return replace(metrics, step_time_s=seconds, data_time_s=waited, mfu=self._utilisation(batch, seconds))
 
     def _utilisation(self, batch: StepBatch, seconds: float) -> float | None:
-        """Return the share of all devices' peak FLOPs that a step achieved; None if the device's peak is unknown."""
+        """Return the model FLOPs utilisation of a step over all devices; None if the device's peak is unknown."""
         peak = peak_flops(self.topology.platform.device_name)
         if peak is None:
             return None
@@ -86,19 +86,19 @@ class Trainer:
         result = self._run(batch)
         summary = self._summed(result)
         self._refuse_faults(step, summary)
-        # The summary has been read, so that all measured work has ended.
+        # Reading the summary has synchronized with the device, so all measured work has ended.
         laps = self.runner.watch.read()
         norm = summary.norm / batch.supervised
         factor = clip_factor(norm, self.job.config.optimizer.clip_grad) / batch.supervised
         with self.watched(f"the update of step {step}"):
-            # Before weights are gathered: the host would wait for these, and the next step's kernels for the host.
+            # Exchange metrics before the update: the host would otherwise wait for the weights to be gathered.
             figures = self._figures(batch, laps, stop, result)
             metrics = self._metrics(step, batch, laps, figures, summary.loss_sum / batch.supervised, norm)
             self._update(step, factor)
         return metrics
 
     def gradients(self, batch: StepBatch) -> GradientSummary:
-        """Run forward and backward of all micro-batches, then sum over ranks; gradients are not scaled by 1/N yet."""
+        """Run forward and backward of all micro-batches, then sum over ranks without scaling gradients by 1/N."""
         return self._summed(self._run(batch))
 
     def _run(self, batch: StepBatch) -> StepResult:
@@ -112,12 +112,12 @@ class Trainer:
             return self.optimizer.reduce(result.loss, loss_counts_here=self.counts_loss).read()
 
     def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context for waiting on other ranks between the actions of the schedule."""
+        """Return a watchdog context for waiting on other ranks outside the schedule; `what` describes the wait."""
         return self.topology.watchdog.doing(lambda: f"{what}, with all other ranks,")
 
     @property
     def counts_loss(self) -> bool:
-        """Whether this rank's loss counts in the sum over ranks: one rank of each tp group that has a loss."""
+        """Whether this rank adds its loss to the sum over ranks: only one rank of each last-stage tp group does."""
         layout, rank = self.topology.layouts[TEXT], self.topology.rank
         if rank not in layout:
             return False
@@ -125,13 +125,13 @@ class Trainer:
         return at.tp == 0 and at.pp == layout.pp - 1
 
     def _update(self, step: int, scale: float = 1.0) -> None:
-        """Step all optimizers, with gradients times `scale`."""
+        """Step all optimizers, with gradients multiplied by `scale`."""
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate(step, group.setdefault("initial_lr", group["lr"]))
         self.optimizer.update(scale, step)
 
     def _rate(self, step: int, peak: float) -> float:
-        """Return the learning rate of a step under the schedule that rises to `peak`; its minimum scales with that."""
+        """Return the learning rate of a step for a schedule with maximum `peak`, to which its minimum is scaled."""
         config, total = self.job.config.optimizer, self.job.config.train.iters
         minimum = config.min_lr if peak == config.lr else config.min_lr * peak / config.lr
         return learning_rate(
@@ -151,8 +151,8 @@ class Trainer:
         loss: float = nan,
         norm: float = nan,
     ) -> StepMetrics:
-        """Return the metrics of a step without its time. All ranks exchange their `figures`, once, before they update;
-        the host waits for it.
+        """Return the metrics of a step, except its duration. Collective: all ranks exchange their `figures` before the
+        update, and the host waits for the result.
         """
         columns = self.all_gather(list(figures.values())).T.tolist()
         by_rank: dict[str, list[float]] = dict(zip(figures, columns, strict=True))
@@ -193,10 +193,10 @@ class Trainer:
         )
 
     def _figures(self, batch: StepBatch, laps: Laps, stop: object, result: StepResult | None) -> dict[str, float]:
-        """Return this rank's figures of a step, with the same names on all ranks: peak bytes, whether it was asked to
-        stop, tokens and patches of samples and of padding, the term of the loss that balances experts, loads of experts
-        and seconds of each run of an encoder. `result`: None if nothing was trained. Collective over each stage of the
-        text module.
+        """Return this rank's figures of a step, with the same names on all ranks: peak memory, stop flag, numbers of
+        tokens and patches in samples and in padding, load-balancing loss, loads of experts, and durations of encoder
+        runs. `result`: result of the schedule; None if nothing was trained. Collective over each stage of the text
+        module.
         """
         encoders, layers = self.job.shapes.encoders, self._expert_layers
         inputs = [each for micro_batch in batch.micro_batches for each in micro_batch.inputs.items()]
@@ -225,11 +225,11 @@ class Trainer:
 
     @property
     def _expert_layers(self) -> Sequence[int]:
-        """Numbers of the layers of the text module with experts."""
+        """Layer numbers of the text module's layers with experts."""
         return self.job.shapes.text.architecture.layers_in(EXPERTS.name)
 
     def _run_counts(self, batch: StepBatch) -> dict[str, int]:
-        """Return how often each encoder runs in a step, forward and backward."""
+        """Return the number of forward and backward runs of each encoder in a step."""
         schedule, counts = self.job.schedule_of(len(batch.micro_batches)), dict[str, int]()
         for name in self.job.shapes.encoders:
             role = schedule.roles[schedule.role_index[self.topology.layouts[name].ranks[0]]]
@@ -237,8 +237,8 @@ class Trainer:
         return counts
 
     def _filled(self, batch: StepBatch) -> dict[str, float | int]:
-        """Return the share of a token budget that packs fill, and the number of micro-batches; nothing without a
-        budget.
+        """Return the share of the token budget that packs fill, and the number of micro-batches; an empty dict if there
+        is no token budget.
         """
         budget, count = self.job.budget, len(batch.micro_batches)
         if budget is None:
@@ -247,24 +247,24 @@ class Trainer:
         return {"budget_share": batch.tokens / (packs * budget.tokens), "micro_batches": count}
 
     def on_any_rank(self, flag: object) -> bool:
-        """Return on each rank whether `flag` is true on at least one."""
+        """Return whether `flag` is true on at least one rank. Collective."""
         with self.watched("the question whether any rank was asked to stop"):
             return bool(self.all_gather([float(bool(flag))]).max())
 
     def wait_for_all(self, what: str) -> None:
-        """Wait until all ranks have called this, however long they work. `what` describes the wait."""
+        """Wait, without a time limit, until all ranks have called this method. `what` describes the wait."""
         with self.topology.watchdog.waiting(lambda: what):
             on_every(self.topology.host, lambda: None)
 
     def all_gather(self, numbers: Sequence[float]) -> torch.Tensor:
-        """Return all ranks' numbers, fp64 [ranks, numbers] on the host; each rank passes the same number of them."""
+        """Gather `numbers` of all ranks as fp64 [ranks, numbers] on the host; all ranks pass equally many numbers."""
         local = on_device(torch.tensor(numbers, dtype=torch.float64), self.topology.platform.device)
         gathered = local.new_empty(self.topology.world_size * len(local))
         dist.all_gather_into_tensor(gathered, local, group=self.topology.world)
         return gathered.view(self.topology.world_size, -1).cpu()
 
     def all_reduce(self, counts: np.ndarray) -> np.ndarray:
-        """Return the sum of all ranks' `counts`, int64 of any shape, the same on each rank."""
+        """Return the sum of `counts` over all ranks, int64 in any shape, equal on all ranks."""
         total = torch.from_numpy(counts).to(self.topology.platform.device, copy=True)
         dist.all_reduce(total, group=self.topology.world)
         return total.cpu().numpy()

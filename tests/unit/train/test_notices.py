@@ -23,7 +23,7 @@ class Data:
 
 
 def inputs(*lines: str | Exception) -> Any:
-    mixtures = [SimpleNamespace(parts=[(Data(line), 1.0)]) for line in lines]
+    mixtures = [SimpleNamespace(sampled=[(Data(line), 1.0)]) for line in lines]
     return SimpleNamespace(mixture=mixtures[0], held_out={"held out": mixtures[-1]})
 
 
