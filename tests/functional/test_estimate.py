@@ -290,8 +290,8 @@ def test_an_estimate_is_what_a_step_takes(case: Case, folders: Folders) -> None:
         for name in boundary.directions if of_rank is not None else ():
             directions = [d for d in (getattr(plan, name) for plan in plans) if d]
             received, sent = (
-                int(boundary.in_step(name, count)[..., of_rank].sum())
-                for count in (lambda traffic: traffic.received, lambda traffic: traffic.sent)
+                int(boundary.in_step(name, count)[of_rank])
+                for count in (lambda traffic: traffic.received.sum(axis=0), lambda traffic: traffic.sent.sum(axis=0))
             )
             exchanges = boundary.in_step(name, lambda traffic: len(traffic.phases))
             assert _rows(directions) == (received, sent, exchanges), name
