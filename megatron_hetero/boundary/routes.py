@@ -192,7 +192,7 @@ class Redistribution:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows that are both held and needed."""
+        """The number of rows that the source holds and the destination needs."""
         return len(self._columns[0])
 
     @cached_property

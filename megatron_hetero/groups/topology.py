@@ -417,7 +417,7 @@ def _equalize_counts(platform: Platform) -> None:
 def _create(
     kind: CommunicatorKind, everybody: Ranks, platform: Platform, watchdog: Watchdog
 ) -> dist.ProcessGroup | None:
-    """Create the communicators of a kind. Returns this rank's group, or None if it has none."""
+    """Create all communicators of one kind, and return this rank's group, or None if it is in none of them."""
     if kind.is_worlds(everybody):
         return dist.group.WORLD
     with watchdog.waiting(lambda: f"the creation of process groups {kind}, with all other ranks,"):  # It may be slow.

@@ -62,7 +62,7 @@ def _require_all_covered(
     idle = sorted(set(range(world_size)).difference(*(layout.ranks for layout in layouts.values())))
     if not idle:
         return
-    # Widen the text module's layout, which gains the most from more ranks.
+    # Give more ranks to the text module, which gains the most from them.
     name = next((n for n, shape in modules.items() if shape.kind == "text"), next(iter(modules)))
     ranks, shape = tuple(sorted({*layouts[name].ranks, *idle})), modules[name]
     wider = closest_layout(layouts[name].stated, ranks, shape, shape.views)

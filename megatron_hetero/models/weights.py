@@ -76,7 +76,7 @@ def added_shapes(shapes: ModelShapes) -> TensorShapes:
 
 
 def folder_shapes(shapes: ModelShapes) -> TensorShapes:
-    """Return the shapes of tensors in the model's own folder: of its own encoders and the text module."""
+    """Return the shapes of the tensors in the model's folder: those of its encoders and of the text module."""
     return _tensors_of_all((*shapes.own, TEXT), shapes)
 
 

@@ -339,7 +339,7 @@ def _at(wave: Sequence[int], index: int) -> Sequence[int]:
 
 
 def _text(context: _Context, role: Role, works: Sequence[Action]) -> Iterator[Action]:
-    """Yield the work of the role's text stages, with the crossings of their edges."""
+    """Yield the actions of the role's text stages, with the transfers at their boundaries."""
     first = _first_stage(role, context.schedule.text)
     for work in works:
         if work.stage == first and work.kind == "F":

@@ -33,7 +33,7 @@ class StopRequest:
                 self._handle(self._handlers, number)
 
     def begin(self) -> None:
-        """Record SIGTERM too, so that it stops the run after the current step."""
+        """Install a handler of SIGTERM, which stops the run after the current step."""
         if self._handlers is not None:
             self._handle(self._handlers, signal.SIGTERM)
 
