@@ -100,7 +100,7 @@ CASES = {
     "rows written in place": Case(in_place),
     "encoder frozen": frozen("vision"),
     "text frozen": frozen("text"),
-    "parts of both frozen": frozen("vision.embed", "vision.block", "text.embed", "text.head"),
+    "submodules of both frozen": frozen("vision.embed", "vision.block", "text.embed", "text.head"),
     "several micro-batches per step": Case(),
     "`torch.utils.checkpoint(use_reentrant=False)` in both, with dropout": checkpointed(reentrant=False),
     "the same with `use_reentrant=True`": checkpointed(reentrant=True),
