@@ -95,7 +95,7 @@ def _joined(arrays: Sequence[np.ndarray], *dims: int) -> np.ndarray:
 def _balanced(packed: Sequence[TokenizedSample], sample: np.ndarray, weight: float) -> BalancedSamples:
     """Return the samples of a pack for the loss that balances experts. `sample`: index of each token's sample."""
     lengths = np.array([*map(len, packed)], np.int64)
-    supervised = np.array([np.sum(each.labels != IGNORED) for each in packed], np.int64)
+    supervised = np.array([each.label_count for each in packed], np.int64)
     factors = weight * supervised / lengths.astype(np.float64) ** 2
     return BalancedSamples(_tensor(sample), _tensor(factors.astype(np.float32)))
 

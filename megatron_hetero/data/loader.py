@@ -129,16 +129,22 @@ class StepLoader:
         limits = SampleLimits(data.max_seq_length, patches, data.too_long)
         return cls(job, mixture, reader, topology, StepPartitioner.of(job, topology.rank), dealing_of(job), limits)
 
-    def of_held_out(self, name: str, mixture: Mixture) -> StepLoader:
-        """Return a loader of a held-out data set, which reads each sample once, for forward passes only."""
-        return replace(
-            self,
-            mixture=mixture,
-            partitioner=replace(self.partitioner, runs=partial(self.job.encoder_calls, evaluation=True)),
-            dealing=self.dealing.once(len(mixture)),
-            what=f"evaluation of {name}, batch",
-            trains=False,
-        )
+    def of_held_out(self, mixtures: Mapping[str, Mixture]) -> dict[str, StepLoader]:
+        """Return a loader of each held-out data set, which reads each sample once, for forward passes only. The loaders
+        share a partitioner and its cache.
+        """
+        partitioner = replace(self.partitioner, runs=partial(self.job.encoder_calls, evaluation=True))
+        return {
+            name: replace(
+                self,
+                mixture=mixture,
+                partitioner=partitioner,
+                dealing=self.dealing.once(len(mixture)),
+                what=f"evaluation of {name}, batch",
+                trains=False,
+            )
+            for name, mixture in mixtures.items()
+        }
 
     def steps(self, first: int, last: int, workers: int) -> Iterable[StepBatch]:
         """Yield the batches of steps `first` to `last`. With `workers` of 0 everything runs in the calling thread.

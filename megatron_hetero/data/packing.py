@@ -49,6 +49,11 @@ class TokenizedSample:
         return len(self.input_ids)
 
     @property
+    def label_count(self) -> int:
+        """Number of positions with a label: the supervised tokens but the first, since a label is the next token."""
+        return int(self.supervised[1:].sum())
+
+    @property
     def labels(self) -> np.ndarray:
         """Token that each position must predict, or `IGNORED`, int64 [n]. The last position predicts nothing, so that
         labels never cross samples.
@@ -91,9 +96,7 @@ class PackMetadata:
             sizes.append(tuple(size for item in items for size in sample.pieces[item]))
             places.append(sample.row_positions[np.repeat(encoded, sample.rows)].astype(np.int64).tobytes())
             sources.append(np.array(source, np.int64).reshape(-1, 3))
-        # The first token is no label: a label is the token that follows.
-        supervised = int(sample.supervised[1:].sum())
-        return cls((len(sample),), tuple(sizes), tuple(places), supervised, tuple(sources))
+        return cls((len(sample),), tuple(sizes), tuple(places), sample.label_count, tuple(sources))
 
     @classmethod
     def joined(cls, packs: Sequence[PackMetadata], encoders: int) -> PackMetadata:

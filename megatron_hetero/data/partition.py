@@ -139,8 +139,8 @@ class StepPartitioner:
         runs = {} if self.runs is None else self.runs(len(packs))
         single = tuple(range(m, m + 1) for m in range(len(packs)))
         ranges = {}
-        for i, (name, shape) in enumerate(self.encoders.items()):
-            patches = [shape.unit * sum(len(pack.positions(i)) for pack in each) for each in packs]
+        for name, i in self._numbers.items():
+            patches = [sum(pack.patches(self.encoders)[i] for pack in each) for each in packs]
             ranges[name] = cut_calls(patches, runs.get(name, single), self.layouts[name], self.limits.get(name))
         return ranges
 

@@ -172,7 +172,7 @@ class JobSpec:
 
     @cached_property
     def sequence_parallel(self) -> dict[str, bool]:
-        """For each module, whether its activations are split along the sequence over tp."""
+        """Whether activations are split along the sequence over tp, by module."""
         return {name: module.sequence_parallel for name, module in self.modules.items()}
 
     @cached_property

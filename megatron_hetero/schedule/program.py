@@ -151,7 +151,7 @@ class Schedule:
 
     @cached_property
     def role_index(self) -> dict[int, int]:
-        """For each rank, the index of its role."""
+        """The index of the role of each rank."""
         return {rank: index for index, role in enumerate(self.roles) for rank in role.ranks}
 
     def actions_of(self, rank: int) -> tuple[Action, ...]:
@@ -185,7 +185,7 @@ class Schedule:
 
     @cached_property
     def roles_of_stages(self) -> dict[StageId, set[int]]:
-        """For each stage, the indices of the roles that hold it."""
+        """The indices of the roles that hold each stage."""
         roles: dict[StageId, set[int]] = {}
         for index, role in enumerate(self.roles):
             for stage in role.held_stages:

@@ -59,8 +59,7 @@ class HeldOutEvaluation:
     @classmethod
     def build(cls, run: Run) -> HeldOutEvaluation:
         """Build the evaluation of a run's held-out data sets, with batches of at most the training batch size."""
-        held_out = run.inputs.held_out.items()
-        return cls(run, {name: run.loader.of_held_out(name, mixture) for name, mixture in held_out})
+        return cls(run, run.loader.of_held_out(run.inputs.held_out))
 
     def after(self, step: int) -> Iterator[EvaluationMetrics]:
         """Yield the metrics of each data set if an evaluation is due after `step`. Collective: all ranks must exhaust

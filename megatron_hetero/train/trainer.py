@@ -71,7 +71,7 @@ class Trainer:
                 metrics = self._train(step, batch, stop)
             else:  # Without trained samples, only the learning rate schedule advances.
                 with self.watched(f"the end of step {step}"):
-                    metrics = self._metrics(step, batch, {}, self._figures(batch, {}, stop, None))
+                    metrics = self._metrics(step, batch, {}, stop, None)
         seconds = time.perf_counter() - start
         return replace(metrics, step_time_s=seconds, data_time_s=waited, mfu=self._utilisation(batch, seconds))
 
@@ -92,8 +92,7 @@ class Trainer:
         factor = clip_factor(norm, self.job.config.optimizer.clip_grad) / batch.supervised
         with self.watched(f"the update of step {step}"):
             # Exchange metrics before the update: the host would otherwise wait for the weights to be gathered.
-            figures = self._figures(batch, laps, stop, result)
-            metrics = self._metrics(step, batch, laps, figures, summary.loss_sum / batch.supervised, norm)
+            metrics = self._metrics(step, batch, laps, stop, result, summary.loss_sum / batch.supervised, norm)
             self._update(step, factor)
         return metrics
 
@@ -147,13 +146,16 @@ class Trainer:
         step: int,
         batch: StepBatch,
         laps: Laps,
-        figures: Mapping[str, float],
+        stop: object,
+        result: StepResult | None,
         loss: float = nan,
         norm: float = nan,
     ) -> StepMetrics:
-        """Return the metrics of a step, except its duration. Collective: all ranks exchange their `figures` before the
-        update, and the host waits for the result.
+        """Return the metrics of a step, except its duration. Collective: all ranks exchange their figures before the
+        update, and the host waits for the result. `result`: result of the schedule; None if nothing was trained.
         """
+        runs = self._run_counts(batch)
+        figures = self._figures(batch, runs, laps, stop, result)
         columns = self.all_gather(list(figures.values())).T.tolist()
         by_rank: dict[str, list[float]] = dict(zip(figures, columns, strict=True))
         encoders, balanced = self.job.shapes.encoders, self.job.balance and batch.supervised
@@ -161,7 +163,7 @@ class Trainer:
         pieces = [(encoders[name], size) for name, sizes in batch.sizes.items() for size in sizes]
         rounds = [
             [by_rank[f"{name} run {number}"][rank] for rank in self.topology.layouts[name].ranks]
-            for name, count in self._run_counts(batch).items()
+            for name, count in runs.items()
             for number in range(count)
         ]
         return StepMetrics(
@@ -192,11 +194,12 @@ class Trainer:
             },
         )
 
-    def _figures(self, batch: StepBatch, laps: Laps, stop: object, result: StepResult | None) -> dict[str, float]:
+    def _figures(
+        self, batch: StepBatch, runs: Mapping[str, int], laps: Laps, stop: object, result: StepResult | None
+    ) -> dict[str, float]:
         """Return this rank's figures of a step, with the same names on all ranks: peak memory, stop flag, numbers of
         tokens and patches in samples and in padding, load-balancing loss, loads of experts, and durations of encoder
-        runs. `result`: result of the schedule; None if nothing was trained. Collective over each stage of the text
-        module.
+        runs. `runs`: number of runs of each encoder. Collective over each stage of the text module.
         """
         encoders, layers = self.job.shapes.encoders, self._expert_layers
         inputs = [each for micro_batch in batch.micro_batches for each in micro_batch.inputs.items()]
@@ -217,8 +220,9 @@ class Trainer:
         }
         for number, load in zip(layers, take_loads(self.optimizer.modules, self.topology, layers), strict=True):
             figures[f"load {number}"] = load
-        for name, count in self._run_counts(batch).items():
+        for name, count in runs.items():
             seconds = laps.get(name, ())
+            assert len(seconds) <= count, f"{len(seconds)} runs of {name}, {count} in the schedule"
             for number in range(count):
                 figures[f"{name} run {number}"] = seconds[number] if number < len(seconds) else 0.0
         return figures

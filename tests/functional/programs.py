@@ -28,6 +28,18 @@ export: {{hf_dir: out}}
 
 
 @contextmanager
+def killed_after(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """Whatever is left of the process at the end is killed."""
+    try:
+        yield process
+    finally:
+        for child in [*psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else []:
+            child.kill()
+        process.kill()
+        process.wait()
+
+
+@contextmanager
 def started(
     folder: Path,
     *flags: str,
@@ -45,13 +57,8 @@ def started(
         text=True,
         env=environment,
     )
-    try:
+    with killed_after(process):
         yield process
-    finally:
-        for child in [*psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else []:
-            child.kill()
-        process.kill()
-        process.wait()
 
 
 HEAD = """

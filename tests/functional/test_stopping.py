@@ -11,8 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -21,7 +19,7 @@ import pytest
 from megatron_hetero.base.outputs import read_manifest, unfinished, verify, whole
 from megatron_hetero.groups.launch import INTERRUPTED
 from megatron_hetero.run import STOPPED
-from tests.functional.programs import CONFIG, PROGRAM, started
+from tests.functional.programs import CONFIG, PROGRAM, killed_after, started
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import thinned
 
@@ -37,18 +35,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_data(folder, 8)
     (folder / "config.yaml").write_text(CONFIG)
     return folder
-
-
-@contextmanager
-def killed_after(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
-    """Whatever is left of the process at the end is killed."""
-    try:
-        yield process
-    finally:
-        for child in [*psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else []:
-            child.kill()
-        process.kill()
-        process.wait()
 
 
 def read_to_a_step(process: subprocess.Popen[str]) -> str:

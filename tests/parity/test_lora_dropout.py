@@ -284,7 +284,7 @@ def ids_on_device(flags: list[str]) -> list[bool]:
     run = runs.build(flags)
     _, batch, _ = next(iter(run.batches()))
     trainer = run.trainer
-    evaluated = run.loader.of_held_out("", run.loader.mixture).load(1, map)
+    evaluated = run.loader.of_held_out({"": run.loader.mixture})[""].load(1, map)
     moved = [to_device(each.micro_batches[0], trainer.topology.platform.device).inputs for each in (batch, evaluated)]
     return [inputs[name].attention.ids is not None for inputs in moved for name in ("vision", "text")]
 
