@@ -7,7 +7,7 @@ up, so that times say nothing of NCCL's.
 
 `echo`: one rank of a world whose other ranks are not there. Each of them is taken to have what this one has, so that
 numbers stay finite and the device moves about as much memory as after a transfer. (PyTorch's `fake` leaves in memory
-what happens to be there.)
+what happens to be there.) These stand-ins are contiguous copies, and `EchoGroup.lap` times each of them.
 
 Both know the collectives and point-to-point operations that the project and Megatron-Core call, under the names that
 torch 2.11 and later ones have for them.
@@ -18,8 +18,10 @@ torch 2.11 and later ones have for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from functools import wraps
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -202,12 +204,27 @@ def _on_host(tensor: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------------ echo
 
 
+def _stand_in(operation: Callable[..., None]) -> Callable[..., dist.Work]:
+    """An operation of an `EchoGroup`, which has ended when it returns, inside `EchoGroup.lap`."""
+
+    @wraps(operation)
+    def run(group: EchoGroup, *args: Any) -> dist.Work:
+        with EchoGroup.lap():
+            operation(group, *args)
+        return _Several()
+
+    return run
+
+
 class EchoGroup(_PythonGroup):
     """One rank, and the echo of it in place of all others; see the head of this file. What is added up is left as it
     is, so that values keep their size.
+
+    `lap`: a function that returns a context, inside which a stand-in runs.
     """
 
     backend = "echo"
+    lap: ClassVar[Callable[[], AbstractContextManager[None]]] = nullcontext
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         return _Several()
@@ -215,41 +232,50 @@ class EchoGroup(_PythonGroup):
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         return _Several()
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+    @_stand_in
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> None:
         for output in outputs[0]:
             output.copy_(inputs[0])
-        return _Several()
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        # One kernel. The input may be a part of the output, which then gets the values that it has.
-        output.view(self.size(), -1).copy_(input.reshape(1, -1).expand(self.size(), -1))
-        return _Several()
+    @_stand_in
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> None:
+        _fill(output.view(-1), input.reshape(-1))
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+    @_stand_in
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> None:
         part = input.view(self.size(), -1)[self.rank()]
         if part.data_ptr() != output.data_ptr():
             output.view(-1).copy_(part)
-        return _Several()
 
+    @_stand_in
     def all_to_all_single(
         self, output: Tensor, input: Tensor, received: list[int], sent: list[int], opts: Any = None
-    ) -> dist.Work:
+    ) -> None:
         """Its own rows, over and over, up to as many as it would receive."""
-        filled = 0
-        while filled < len(output) and len(input):
-            part = input[: len(output) - filled]
-            output[filled : filled + len(part)].copy_(part)
-            filled += len(part)
-        output[filled:].zero_()
-        return _Several()
+        _fill(output, input)
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
         return _Several()
 
-    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
+    @_stand_in
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> None:
         for tensor in tensors:
             tensor.zero_()
-        return _Several()
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return _Several()
+
+
+def _fill(output: Tensor, rows: Tensor) -> None:
+    """Fill `output` with `rows` over and over, which may be a part of it, by copies that double what is filled: a copy
+    of an expanded tensor would be one kernel, at a third of the bandwidth.
+    """
+    filled = min(len(output), len(rows))
+    if output.data_ptr() != rows.data_ptr():
+        output[:filled].copy_(rows[:filled])
+    while 0 < filled < len(output):
+        more = output[filled : 2 * filled]
+        more.copy_(output[: len(more)])
+        filled += len(more)
+    if not filled:
+        output.zero_()

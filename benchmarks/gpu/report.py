@@ -130,28 +130,55 @@ def _share(numbers: Numbers) -> Iterable[str]:
     if numbers.get("does not fit"):
         yield f"Would not fit: {'; '.join(numbers['does not fit'])}. More replicas share the optimizer's state out."
     if "steps" in numbers:
-        yield from _steps_of_share(numbers["steps"], numbers.get("memory", {}))
+        yield from _steps_of_share(numbers["steps"], numbers.get("memory", {}), "")
+    if more := numbers.get("more steps"):
+        yield from _steps_of_share(more, {}, f", {more['micro-batches']} micro-batches")
     if "trace" in numbers:
         yield from _trace(numbers["trace"])
+        yield from _device_and_host(numbers["trace"]["phases"], numbers.get("host", {}))
 
 
-def _steps_of_share(steps: Numbers, memory: Numbers) -> Iterable[str]:
-    times, rates = steps["milliseconds"], steps["TFLOP/s by phase"]
-    phases = [name for name in times if name not in ("step", "issued")]
-    yield table("phase | ms | share of the step | TFLOP/s", [
-        f"{name} | {times[name]:.2f} | {times[name] / times['step']:.1%} | {_number(rates.get(name), '.1f')}"
-        for name in phases
+def _steps_of_share(steps: Numbers, memory: Numbers, which: str) -> Iterable[str]:
+    times, stand_ins, rates = steps["milliseconds"], steps["stand-ins ms"], steps["TFLOP/s by phase"]
+    taken = sum(stand_ins.values())
+    left = times["step"] - taken
+    phases = {name: ms - stand_ins.get(name, 0.0) for name, ms in times.items() if name not in ("step", "issued")}
+    yield table(f"phase{which} | ms | share of the step | TFLOP/s | besides, stand-ins for collectives, ms", [
+        f"{name} | {ms:.2f} | {ms / left:.1%} | {_number(rates.get(name), '.1f')} | "
+        f"{_number(stand_ins.get(name), '.2f')}"
+        for name, ms in phases.items()
     ])  # fmt: skip
     low, high = steps["least and most ms"]
-    yield table("of a step | ", [
-        f"time | {times['step']:.1f} ms [{low:.1f}, {high:.1f}]",
+    rows = [
+        f"time without stand-ins | {left:.1f} ms",
+        f"time with {taken:.1f} ms of stand-ins | {times['step']:.1f} ms [{low:.1f}, {high:.1f}]",
         f"until the host has issued forward and backward | {times['issued']:.1f} ms",
         f"operations | {steps['TFLOP of a step']:.3g} TFLOP, {steps['TFLOP/s']:.4g} TFLOP/s",
         f"MFU without communication | {_number(steps['MFU without communication'], '.1%')}",
-        f"memory that the plan counts | {_number(memory.get('planned GB'), '.2f')} GB",
-        f"peak memory of tensors | {_number(memory.get('peak GB'), '.2f')} GB",
-        f"peak memory that PyTorch reserved | {_number(memory.get('reserved GB'), '.2f')} GB",
-    ])  # fmt: skip
+    ]
+    if memory:
+        rows += [
+            f"memory that the plan counts | {_number(memory.get('planned GB'), '.2f')} GB",
+            f"peak memory of tensors | {_number(memory.get('peak GB'), '.2f')} GB",
+            f"peak memory that PyTorch reserved | {_number(memory.get('reserved GB'), '.2f')} GB",
+        ]
+    yield table(f"of a step{which} | ", rows)
+
+
+def _device_and_host(phases: Numbers, host: Numbers) -> Iterable[str]:
+    yield (
+        "Kernels, and gaps between them, as a profiler saw a step; the host in a step in which the device finishes "
+        "each phase before the next, so that only a phase of more than 1,024 kernels can hold the host up."
+    )
+    rows = []
+    for name in dict.fromkeys([*phases, *host]):
+        device, issued = phases.get(name, {}), host.get(name, {})
+        rows.append(
+            f"{name} | {_number(device.get('kernels'), ',')} | {_number(device.get('busy ms'), '.2f')} | "
+            f"{_number(device.get('idle ms'), '.2f')} | {_number(issued.get('ms'), '.2f')} | "
+            f"{_number(issued.get('µs for a kernel'), '.1f')} | {_number(issued.get('ms for a layer'), '.3f')}"
+        )
+    yield table("phase | kernels | busy, ms | idle, ms | host, ms | host, µs for a kernel | host, ms for a layer", rows)
 
 
 def _trace(trace: Numbers) -> Iterable[str]:

@@ -1,6 +1,7 @@
 """One rank's share of a layout on real kernels: the project's own modules, schedule, gradient sums and optimizer, with
-drawn weights, on the step that a plan assumes. The other ranks are not there (`groups.EchoGroup`), so that times are
-those of what the rank itself computes: an upper bound for what communication leaves.
+drawn weights, on the step that a plan assumes. The other ranks are not there: what stands in for collectives
+(`groups.EchoGroup`) is timed and taken off, so that times are those of what the rank itself computes, an upper bound
+for what communication leaves.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu import cases, groups, trace
+from benchmarks.gpu.phases import Phases, split
 from benchmarks.gpu.record import Record
-from benchmarks.measuring.actions import parsed
 from benchmarks.measuring.material import write_samples
 from benchmarks.measuring.trial import assumed_step, drawn_trainer
 from megatron_hetero.config.schema import Config, load_config
@@ -27,7 +27,6 @@ from megatron_hetero.data.device import to_device
 from megatron_hetero.data.loader import StepBatch
 from megatron_hetero.estimate.estimate import KINDS, Estimate
 from megatron_hetero.groups.platform import Platform
-from megatron_hetero.groups.watchdog import Stopwatch
 from megatron_hetero.models.stages import EncoderInput
 from megatron_hetero.schedule.contract import MicroBatchInputs
 from megatron_hetero.train.measures import peak_flops, step_flops
@@ -35,8 +34,9 @@ from megatron_hetero.train.trainer import Trainer
 
 MODELS = Path(__file__).parents[2] / "examples/models"
 RANK = 0
-MICRO_BATCHES = 2
-WARM_UP, STEPS = 2, 5
+MICRO_BATCHES, MORE = 2, 8
+"""Micro-batches of a step, and of a second one, of which what is done once in a step is a smaller part."""
+STEPS, STEPS_OF_MORE = 5, 3
 LEFT = 0.08
 """Share of a device's memory that must be left besides what a plan counts: CUDA's context, fragmentation."""
 
@@ -80,10 +80,25 @@ def measure(record: Record, folder: Path, model: str, *, small: bool) -> None:
     if platform.is_cuda:
         torch.cuda.set_device(platform.device)
     dist.init_process_group(platform.backend, store=dist.HashStore(), rank=RANK, world_size=layout.world)
-    rank = RankOnDevice.build(plan.job.config, platform)
     record.put("planned GB", dict(zip(KINDS, (plan.memory[RANK] / 1e9).tolist(), strict=True)))
-    _measure_steps(record, rank, plan)
-    _trace(record, rank)
+    _of_two(record, plan, platform)
+    _free(platform)
+    plan = Estimate.of(load_config(_flags(place, layout, MORE, small=small)), layout.world, gpu=platform.is_cuda)
+    record.put("more steps", {"micro-batches": MORE, **_steps(_rank(plan, platform), plan, STEPS_OF_MORE)})
+
+
+def _rank(plan: Estimate, platform: Platform) -> RankOnDevice:
+    """The rank of a plan, whose stand-ins for collectives are timed."""
+    rank = RankOnDevice.build(plan.job.config, platform)
+    groups.EchoGroup.lap = rank.watch.stand_in
+    return rank
+
+
+def _free(platform: Platform) -> None:
+    """Free the memory of a rank that nothing refers to."""
+    gc.collect()
+    if platform.is_cuda:
+        torch.cuda.empty_cache()
 
 
 def _that_fits(
@@ -93,7 +108,9 @@ def _that_fits(
     device, too_large = device_bytes(platform), []
     layout, plan = layouts[0], None
     for layout in layouts:
-        plan = Estimate.of(load_config(_flags(place, layout, small=small)), layout.world, gpu=platform.is_cuda)
+        plan = Estimate.of(
+            load_config(_flags(place, layout, MICRO_BATCHES, small=small)), layout.world, gpu=platform.is_cuda
+        )
         needed = int(plan.memory[RANK].sum())
         if needed <= (1 - LEFT) * device or layout == layouts[-1]:
             break
@@ -115,30 +132,14 @@ def device_bytes(platform: Platform) -> float:
     return torch.cuda.get_device_properties(platform.device).total_memory if platform.is_cuda else float("inf")
 
 
-def _flags(place: Path, layout: Layout, *, small: bool) -> list[str]:
+def _flags(place: Path, layout: Layout, micro_batches: int, *, small: bool) -> list[str]:
     tokens, side, dtype = (256, 112, "float32") if small else (6912, 1001, "bfloat16")
     return (
         f"--model.hf_path {place} --model.dtype {dtype} --vision-parallel {layout.vision} "
-        f"--text-parallel {layout.text} --train.global_batch_size {MICRO_BATCHES * layout.replicas} "
+        f"--text-parallel {layout.text} --train.global_batch_size {micro_batches * layout.replicas} "
         f"--train.micro_batch_size 1 --plan.tokens {tokens} --plan.images 1 --plan.image_side {side} "
         f"--data.registry.none.annotations {place}/none.json --data.datasets none --optimizer.lr 1e-5"
     ).split()
-
-
-class _Phases(Stopwatch):
-    """The program's stopwatch, which tells forward from backward."""
-
-    @contextlib.contextmanager
-    def lap(self, name: str, label: str = "") -> Iterator[None]:
-        with super().lap(_phase(name, label), label):
-            yield
-
-
-def _phase(name: str, label: str) -> str:
-    action = parsed(label) if label else None
-    if action is None or action.op != "run":
-        return name
-    return f"{name} {'backward' if action.kind == 'B' else 'forward'}"
 
 
 @dataclass(frozen=True)
@@ -147,12 +148,12 @@ class RankOnDevice:
 
     trainer: Trainer
     batch: StepBatch
-    watch: _Phases
+    watch: Phases
 
     @classmethod
     def build(cls, config: Config, platform: Platform) -> RankOnDevice:
         """In the default process group."""
-        trainer, watch = drawn_trainer(config, platform, check=False), _Phases(platform)
+        trainer, watch = drawn_trainer(config, platform, check=False), Phases(platform)
         trainer.runner.watch, trainer.runner.optimizer = watch, None  # Sums are a phase of their own.
         batch = assumed_step(trainer)
         if platform.is_cuda:
@@ -163,7 +164,7 @@ class RankOnDevice:
 
     def step(self) -> dict[str, float]:
         """One step as `Trainer.train_step` takes it, timed in parts. Seconds: of the whole, until the host had
-        issued forward and backward, and of each phase on the device's stream.
+        issued forward and backward, and of each phase and its stand-ins (see `phases.split`) on the device's stream.
         """
         trainer, platform = self.trainer, self.trainer.topology.platform
         platform.synchronize()
@@ -194,25 +195,15 @@ def _pinned(micro_batch: MicroBatchInputs) -> MicroBatchInputs:
     return replace(micro_batch, inputs={**micro_batch.inputs, "vision": pinned})
 
 
-def _measure_steps(record: Record, rank: RankOnDevice, plan: Estimate) -> None:
-    trainer, platform = rank.trainer, rank.trainer.topology.platform
+def _of_two(record: Record, plan: Estimate, platform: Platform) -> None:
+    """Steps of two micro-batches: times, memory, kernels, and the host."""
+    rank = _rank(plan, platform)
     # The real one, which refuses what is not finite.
-    metrics = trainer.train_step(1, rank.batch)
-    for _ in range(WARM_UP - 1):
-        rank.step()
+    loss = rank.trainer.train_step(1, rank.batch).loss
+    rank.watch.read()
     if platform.is_cuda:
         torch.cuda.reset_peak_memory_stats(platform.device)
-    steps = [rank.step() for _ in range(STEPS)]
-    medians = {name: median(step[name] for step in steps) for name in steps[0]}
-    flops = step_flops(trainer.job.shapes, trainer.job.frozen, rank.batch) / trainer.topology.world_size
-    peak = peak_flops(platform.device_name)
-    record.put("steps", {
-        "loss": metrics.loss, "milliseconds": {name: 1e3 * value for name, value in medians.items()},
-        "least and most ms": [1e3 * f(step["step"] for step in steps) for f in (min, max)],
-        "TFLOP of a step": flops / 1e12, "TFLOP/s": flops / medians["step"] / 1e12,
-        "MFU without communication": flops / medians["step"] / peak if peak else None,
-        "TFLOP/s by phase": _rates(plan, medians),
-    })  # fmt: skip
+    record.put("steps", {"loss": loss, **_steps(rank, plan, STEPS)})
     planned, used = int(plan.memory[RANK].sum()), platform.peak_memory_bytes()
     record.put("memory", {
         "planned GB": planned / 1e9,
@@ -221,6 +212,27 @@ def _measure_steps(record: Record, rank: RankOnDevice, plan: Estimate) -> None:
     })  # fmt: skip
     if platform.is_cuda:
         record.check("relative difference of the peak memory and the plan's", abs(used / planned - 1), MEMORY)
+    _trace(record, rank)
+
+
+def _steps(rank: RankOnDevice, plan: Estimate, count: int) -> dict[str, Any]:
+    """Medians of `count` steps, after one that does not count. Rates are of times less stand-ins."""
+    rank.step()
+    steps = [rank.step() for _ in range(count)]
+    medians, stand_ins = split({name: median(step[name] for step in steps) for name in steps[0]})
+    left = {name: seconds - stand_ins.get(name, 0.0) for name, seconds in medians.items()}
+    left["step"] -= sum(stand_ins.values())
+    trainer = rank.trainer
+    flops = step_flops(trainer.job.shapes, trainer.job.frozen, rank.batch) / trainer.topology.world_size
+    peak = peak_flops(trainer.topology.platform.device_name)
+    return {
+        "milliseconds": {name: 1e3 * value for name, value in medians.items()},
+        "stand-ins ms": {name: 1e3 * value for name, value in stand_ins.items()},
+        "least and most ms": [1e3 * f(step["step"] for step in steps) for f in (min, max)],
+        "TFLOP of a step": flops / 1e12, "TFLOP/s": flops / left["step"] / 1e12,
+        "MFU without communication": flops / left["step"] / peak if peak else None,
+        "TFLOP/s by phase": _rates(plan, left),
+    }  # fmt: skip
 
 
 def _rates(plan: Estimate, seconds: dict[str, float]) -> dict[str, float]:
@@ -230,9 +242,36 @@ def _rates(plan: Estimate, seconds: dict[str, float]) -> dict[str, float]:
         phase = f"{module} {'backward' if kind == 'B' else 'forward'}"
         runs = (*plan.job.schedule.module[module].forward_kinds, "B")
         if kind in runs and seconds.get(phase):
-            rates[phase] = rates.get(phase, 0.0) + MICRO_BATCHES * operations / seconds[phase] / 1e12
+            micro_batches = plan.job.batch.micro_batches
+            rates[phase] = rates.get(phase, 0.0) + micro_batches * operations / seconds[phase] / 1e12
     return rates
 
 
 def _trace(record: Record, rank: RankOnDevice) -> None:
-    record.put("trace", trace.of(rank.step, rank.trainer.topology.platform))
+    """Kernels of a step, and the host's time of those of a layer where nothing holds the host up."""
+    watch = rank.watch
+    groups.EchoGroup.lap = contextlib.nullcontext
+    watch.marks = []
+    found = trace.of(rank.step, rank.trainer.topology.platform, watch.marks)
+    watch.marks = None
+    record.put("trace", found)
+    watch.apart = True
+    watch.host.clear()
+    rank.step()
+    watch.apart = False
+    record.put("host", {
+        phase: _of_host(1e3 * seconds, int(found["phases"].get(phase, {}).get("kernels", 0)), rank, phase)
+        for phase, seconds in watch.host.items()
+    })  # fmt: skip
+
+
+def _of_host(ms: float, kernels: int, rank: RankOnDevice, phase: str) -> dict[str, float | None]:
+    """The host's time of a phase, for each of its kernels, and for each layer and micro-batch if a module runs."""
+    module = phase.partition(" ")[0]
+    shapes, passes = rank.trainer.job.shapes, rank.trainer.job.batch.micro_batches
+    layers = shapes[module].layers if module in shapes.modules else None
+    return {
+        "ms": ms,
+        "µs for a kernel": 1e3 * ms / kernels if kernels else None,
+        "ms for a layer": ms / layers / passes if layers else None,
+    }

@@ -1,21 +1,23 @@
-"""What a profiler sees of a piece of work: kernels, the time they take, and what kind they are of."""
+"""What a profiler sees of a piece of work: kernels, the time they take, what kind they are of, and when none runs."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import nlargest
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.gpu.phases import BETWEEN, MARKS
 from megatron_hetero.groups.platform import Platform
 
 KINDS = (
     ("attention", r"flash|fmha|attention|sdpa"),
-    ("optimizer", r"adam|multi_tensor"),
+    # AdamW's own kernel converts, too. Only an optimizer takes square roots: norms take their reciprocals.
+    ("optimizer", r"adam|multi_tensor|triton\w*_sqrt(?![a-z])"),
     ("copy", r"memcpy|memset|copy|CatArray|::(cat|fill_|zero_|clone)$|FillFunctor"),
     ("gemm", r"gemm|nvjet|cutlass|cublas|xmma|splitk|::(mm|addmm|bmm|matmul|linear)$"),
     ("index", r"index|gather|scatter|embedding"),
@@ -23,29 +25,50 @@ KINDS = (
     ("elementwise", r"elementwise|triton|::(mul|add|sub|div|pow|rsqrt|silu|neg|exp)_?$"),
 )
 """Kinds of kernels by their names, the first that fits. What fits none is `other`."""
+UPDATE, MEMORY = "update", r"^mem(cpy|set)"
+"""All kernels of this phase are the optimizer's, except plain copies."""
 TOP = 15
 
 
-def of(work: Callable[[], Any], platform: Platform) -> dict[str, Any]:
-    """Runs `work` once. `kernels`: how many ran on the device (on a CPU: operators), `ms` together, `kinds`: by kind
-    the milliseconds and how many, `top`: name, milliseconds and number of those that take longest together.
+class Kernel(NamedTuple):
+    """A kernel of the device, or an operator on a CPU, in milliseconds; `own`: without operators that it calls."""
+
+    name: str
+    start: float
+    stop: float
+    own: float
+    phase: str = BETWEEN
+
+    @property
+    def kind(self) -> str:
+        """What kind of kernel it is."""
+        updates = self.phase == UPDATE and not re.search(MEMORY, self.name, re.IGNORECASE)
+        return "optimizer" if updates else kind_of(self.name)
+
+
+def of(work: Callable[[], Any], platform: Platform, marks: Sequence[str]) -> dict[str, Any]:
+    """Run `work` once. `kernels`: how many ran on the device (on a CPU: operators), `ms` together, `kinds`: by kind the
+    milliseconds and how many, `top`: name, milliseconds and number of those that take longest together, `phases`: by
+    phase the number of kernels, the milliseconds in which some ran, and those in which none ran (`idle ms`). `marks`:
+    the phases of the marks that `work` issues (`Phases.marks`).
     """
     with profile(activities=[ProfilerActivity.CUDA if platform.is_cuda else ProfilerActivity.CPU]) as found:
         work()
         platform.synchronize()
-    return summary(_kernels(found) if platform.is_cuda else _operators(found))
+    kernels = sorted(_kernels(found) if platform.is_cuda else _operators(found), key=lambda kernel: kernel.start)
+    of_phases = list(_in_phases(kernels, marks))
+    return summary(of_phases) | {"phases": busy_and_idle(of_phases)}
 
 
-def summary(kernels: Iterable[tuple[str, float]]) -> dict[str, Any]:
-    """`kernels`: name and milliseconds of each."""
+def summary(kernels: Iterable[Kernel]) -> dict[str, Any]:
+    """Sums over kernels, by kind and by name."""
     counts, times = Counter[str](), defaultdict[str, float](float)
-    for name, milliseconds in kernels:
-        counts[name] += 1
-        times[name] += milliseconds
-    kinds: dict[str, list[float]] = {}
-    for name, milliseconds in times.items():
-        ms, count = kinds.setdefault(kind_of(name), [0.0, 0])
-        kinds[kind_of(name)] = [ms + milliseconds, count + counts[name]]
+    kinds = defaultdict[str, list[float]](lambda: [0.0, 0])
+    for kernel in kernels:
+        counts[kernel.name] += 1
+        times[kernel.name] += kernel.own
+        kind = kinds[kernel.kind]
+        kind[:] = kind[0] + kernel.own, kind[1] + 1
     return {
         "kernels": counts.total(),
         "ms": sum(times.values()),
@@ -54,22 +77,51 @@ def summary(kernels: Iterable[tuple[str, float]]) -> dict[str, Any]:
     }
 
 
+def busy_and_idle(kernels: Iterable[Kernel]) -> dict[str, dict[str, float]]:
+    """By phase the number of kernels, and milliseconds with and without any. `kernels` are in the order of their start;
+    a gap counts as the phase of the kernel that ends it.
+    """
+    phases, last = dict[str, dict[str, float]](), None
+    for kernel in kernels:
+        found = phases.setdefault(kernel.phase, {"kernels": 0, "busy ms": 0.0, "idle ms": 0.0})
+        last = kernel.start if last is None else last
+        found["kernels"] += 1
+        found["idle ms"] += max(0.0, kernel.start - last)
+        found["busy ms"] += max(0.0, kernel.stop - max(kernel.start, last))
+        last = max(last, kernel.stop)
+    return phases
+
+
 def kind_of(name: str) -> str:
     """The kind of a kernel or operator."""
     return next((kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
-def _kernels(found: Any) -> list[tuple[str, float]]:
+def _in_phases(kernels: Iterable[Kernel], marks: Sequence[str]) -> Iterator[Kernel]:
+    """The kernels without marks, each with the phase of the last mark before it."""
+    phase, left = BETWEEN, iter(marks)
+    for kernel in kernels:
+        if any(mark in kernel.name for mark in MARKS):
+            phase = next(left)
+        else:
+            yield kernel._replace(phase=phase)
+
+
+def _kernels(found: Any) -> list[Kernel]:
     return [
-        (event.name, event.time_range.elapsed_us() / 1e3)
+        Kernel(event.name, start := event.time_range.start / 1e3, stop := event.time_range.end / 1e3, stop - start)
         for event in found.events()
         # Ranges of `record_function` are shown on the device too.
         if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
     ]
 
 
-def _operators(found: Any) -> list[tuple[str, float]]:
-    return [(e.name, e.self_cpu_time_total / 1e3) for e in found.events() if e.name.startswith("aten::")]
+def _operators(found: Any) -> list[Kernel]:
+    return [
+        Kernel(event.name, event.time_range.start / 1e3, event.time_range.end / 1e3, event.self_cpu_time_total / 1e3)
+        for event in found.events()
+        if event.name.startswith("aten::") or event.name in MARKS
+    ]
 
 
 def _short(name: str, length: int = 110) -> str:

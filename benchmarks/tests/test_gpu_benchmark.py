@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from benchmarks.gpu import sections
+from benchmarks.gpu.honest import honest
 from benchmarks.gpu.record import Check, Record, read
-from benchmarks.gpu.trace import kind_of, summary
+from benchmarks.gpu.trace import Kernel, busy_and_idle, kind_of, summary
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,10 +95,17 @@ def test_the_program_resumes_where_it_was_killed(found: dict[str, Any]) -> None:
 @pytest.mark.long
 def test_shares(section: str, found: dict[str, Any]) -> None:
     of_share = numbers(found, section)
-    phases = of_share["steps"]["milliseconds"]
     parts = [f"{module} {way}" for module in ("vision", "text") for way in ("forward", "backward")]
-    assert all(phases[part] > 0 for part in [*parts, "gradient sums", "update"])
-    assert sum(ms for name, ms in phases.items() if name not in ("step", "issued")) <= 1.5 * phases["step"]
+    for steps in of_share["steps"], of_share["more steps"]:
+        phases, stand_ins = steps["milliseconds"], steps["stand-ins ms"]
+        assert all(phases[part] > 0 for part in [*parts, "gradient sums", "update"])
+        assert sum(ms for name, ms in phases.items() if name not in ("step", "issued")) <= 1.5 * phases["step"]
+        assert all(0 < stand_ins[part] < phases[part] for part in [*parts, "update"])
+        left = honest(of_share | {"steps": steps}, copied_gb_s=1.0)
+        assert left["step"] == pytest.approx(phases["step"] - left["stand-ins"]) and left["step"] > 0
+    by_phase, host = of_share["trace"]["phases"], of_share["host"]
+    assert all(by_phase[part]["idle ms"] >= 0 and host[part]["ms for a layer"] > 0 for part in parts)
+    assert sum(phase["kernels"] for phase in by_phase.values()) == of_share["trace"]["kernels"]
     assert of_share["memory"]["planned GB"] == pytest.approx(sum(of_share["planned GB"].values()))
     assert {"gemm", "attention", "elementwise", "copy", "optimizer"} <= of_share["trace"]["kinds"].keys()
     assert of_share["trace"]["kernels"] == sum(count for _, count in of_share["trace"]["kinds"].values())
@@ -152,6 +160,9 @@ def test_a_record_is_whole_at_any_time(tmp_path: Path) -> None:
         ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>", "attention"),
         ("fmha_cutlassB_f32_aligned_64x64_k64_sm80(PyTorchMemEffAttention::AttentionBackwardKernel)", "attention"),
         ("Memcpy DtoD (Device -> Device)", "copy"),
+        ("triton_poi_fused__to_copy_cat_clone_0", "copy"),
+        ("triton_poi_fused___rshift____to_copy_add_clamp_copy__div_mul_slice_sqrt_sub_unbind_view_0", "optimizer"),
+        ("triton_red_fused_add_mean_mul_pow_rsqrt_0", "elementwise"),
         ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>", "copy"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "elementwise"),
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
@@ -164,7 +175,15 @@ def test_kinds_of_kernels(name: str, kind: str) -> None:
 
 
 def test_summaries_of_kernels() -> None:
-    made = summary([("gemm a", 2.0), ("gemm a", 1.0), ("Memset", 0.5)])
-    assert made["kernels"] == 3 and made["ms"] == 3.5
-    assert made["kinds"] == {"gemm": [3.0, 2], "copy": [0.5, 1]}
-    assert made["top"] == [["gemm a", 3.0, 2], ["Memset", 0.5, 1]]
+    times = [("gemm a", 2.0, ""), ("gemm a", 1.0, ""), ("Memset", 0.5, "update"), ("triton copy", 0.25, "update")]
+    made = summary(Kernel(name, 0.0, ms, ms, phase) for name, ms, phase in times)
+    assert made["kernels"] == 4 and made["ms"] == 3.75
+    assert made["kinds"] == {"gemm": [3.0, 2], "copy": [0.5, 1], "optimizer": [0.25, 1]}
+    assert made["top"] == [["gemm a", 3.0, 2], ["Memset", 0.5, 1], ["triton copy", 0.25, 1]]
+
+
+def test_gaps_count_by_the_phase_of_the_kernel_that_ends_them() -> None:
+    times = [(1, 3, "a"), (2, 4, "a"), (5, 6, "a"), (9, 10, "b"), (9.5, 9.75, "b")]
+    found = busy_and_idle(Kernel("", start, stop, 0.0, phase) for start, stop, phase in times)
+    assert found["a"] == {"kernels": 3, "busy ms": 4.0, "idle ms": 1.0}
+    assert found["b"] == {"kernels": 2, "busy ms": 1.0, "idle ms": 3.0}

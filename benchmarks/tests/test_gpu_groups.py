@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from benchmarks.gpu import groups
 from benchmarks.gpu.groups import EchoGroup
+from benchmarks.gpu.phases import Phases, split
+from megatron_hetero.groups.platform import CPU, Platform
 from tests.support.ranks import on_ranks
 
 
@@ -133,3 +136,17 @@ def test_an_echo_fills_whatever_would_be_received() -> None:
     assert not received.any()
     group.recv([gathered], 0, 0)
     assert not gathered.any()
+
+
+def test_stand_ins_are_timed_by_phase() -> None:
+    """Each operation of an echo is a lap of its own, in the phase that the stopwatch is in."""
+    watch, group = Phases(Platform(CPU, "gloo")), EchoGroup(dist.HashStore(), 0, 2, timedelta(seconds=1))
+    with mock.patch.object(EchoGroup, "lap", watch.stand_in):
+        with watch.lap("text", "text.0.B1"):
+            for _ in range(3):
+                group.all_gather_single(torch.zeros(4), torch.ones(2))
+        group.recv([torch.zeros(2)], 0, 0)
+    phases, stand_ins = split(watch.read())
+    assert {name: len(laps) for name, laps in phases.items()} == {"text backward": 1}
+    assert {name: len(laps) for name, laps in stand_ins.items()} == {"text backward": 3, "between phases": 1}
+    assert watch.host["text backward"] >= sum(stand_ins["text backward"])
