@@ -9,6 +9,16 @@
                 plan's, MFU
   share-32b     the same of sp:8|tp:8
 
+Only by name, or all with `environment` and both shares as `--sections hopper`, in under ten minutes, too:
+
+  attention     every attention kernel at a share's sizes: rate, error, time of a new plan
+  spinning      the products of a layer beside a kernel that holds 16 multiprocessors, in both orders
+  swiglu        SwiGLU eager, compiled, and the package's
+  graph         both passes of an encoder's 32 layers as a CUDA graph
+  experts       experts without rows, with one, and idle ones; steps of a small model against `transformers`
+  share-7b-before, share-32b-before
+                the shares with attention by kernels that are not for Hopper
+
 Each runs in a process of its own with a limit; one that fails says so and the others go on. Results are in `gpu.md` and
 `gpu.json`, written after each section. The exit status is 1 where anything failed.
 """
@@ -24,7 +34,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.gpu import report, sections
-from benchmarks.gpu.sections import SECTIONS, TOTAL_S
+from benchmarks.gpu.sections import SECTIONS, SETS, TOTAL_S
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -63,7 +73,9 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sections", type=_names, default=list(SECTIONS), help=f"of {','.join(SECTIONS)}")
+    parser.add_argument(
+        "--sections", type=_names, default=list(SETS["default"]), help=f"of {','.join((*SETS, *SECTIONS))}"
+    )
     parser.add_argument("--small", action="store_true", help="small sizes, on a CPU where there is no GPU")
     parser.add_argument("--time-limit", type=float, default=TOTAL_S, help="seconds of all sections together")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="where to write")
@@ -71,10 +83,10 @@ def _options() -> argparse.Namespace:
 
 
 def _names(text: str) -> list[str]:
-    names = text.split(",")
+    names = [name for given in text.split(",") for name in SETS.get(given, (given,))]
     if unknown := [name for name in names if name not in SECTIONS]:
-        raise argparse.ArgumentTypeError(f"found {unknown[0]}, expected some of {', '.join(SECTIONS)}")
-    return names
+        raise argparse.ArgumentTypeError(f"found {unknown[0]}, expected some of {', '.join((*SETS, *SECTIONS))}")
+    return list(dict.fromkeys(names))
 
 
 def _no_gpu() -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +33,24 @@ STEPS = 3
 LEARNING_RATE = 1e-3
 
 
-def write(folder: Path, *, small: bool) -> None:
-    """`folder/model`, whose every parameter matters, and `folder/data.jsonl` for `STEPS` steps."""
-    from transformers import Qwen2_5_VLForConditionalGeneration
+def write(folder: Path, *, small: bool, experts: int = 0) -> None:
+    """`folder/model`, whose every parameter matters, and `folder/data.jsonl` for `STEPS` steps. With `experts`, each
+    text layer has so many.
+    """
+    from transformers import AutoModelForImageTextToText
 
-    sides = SMALL_SIDES if small else SIDES
+    sides, size = (SMALL_SIDES, SMALL) if small else (SIDES, SIZE)
     # Each step has the same sizes of pictures in another order.
     rolled = [side for step in range(STEPS) for side in sides[2 * step :] + sides[: 2 * step]]
-    write_samples(folder, SMALL if small else SIZE, rolled)
-    model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "model", dtype=torch.float32)
+    write_samples(folder, replace(size, experts=experts), rolled)
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32)
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Activations of order one, so that no gradient drowns in the rounding of others.
-            std = 0.2 if parameter.dim() == 1 else parameter[0].numel() ** -0.5
+            # Experts' weights are one tensor [experts, inputs, outputs].
+            inputs = parameter.shape[1] if parameter.dim() == 3 else parameter[0].numel()
+            std = 0.2 if parameter.dim() == 1 else inputs**-0.5
             parameter.normal_(std=std).add_(1.0 if "norm" in name or "ln_q" in name else 0.0)
     model.save_pretrained(folder / "model")
 

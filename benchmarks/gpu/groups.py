@@ -7,7 +7,7 @@ up, so that times say nothing of NCCL's.
 
 `echo`: one rank of a world whose other ranks are not there. Each of them is taken to have what this one has, so that
 numbers stay finite and the device moves about as much memory as after a transfer. (PyTorch's `fake` leaves in memory
-what happens to be there.) These stand-ins are contiguous copies, and `EchoGroup.lap` times each of them.
+what happens to be there.) These stand-ins are contiguous copies, and `EchoGroup.watch` times each of them.
 
 Both know the collectives and point-to-point operations that the project and Megatron-Core call, under the names that
 torch 2.11 and later ones have for them.
@@ -18,7 +18,7 @@ torch 2.11 and later ones have for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import wraps
 from typing import Any, ClassVar
@@ -26,6 +26,8 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from benchmarks.gpu.phases import Phases
 
 
 def register() -> None:
@@ -205,11 +207,11 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _stand_in(operation: Callable[..., None]) -> Callable[..., dist.Work]:
-    """An operation of an `EchoGroup`, which has ended when it returns, inside `EchoGroup.lap`."""
+    """An operation of an `EchoGroup`, which has ended when it returns, timed by `EchoGroup.watch`."""
 
     @wraps(operation)
     def run(group: EchoGroup, *args: Any) -> dist.Work:
-        with EchoGroup.lap():
+        with EchoGroup.watch.stand_in() if EchoGroup.watch else nullcontext():
             operation(group, *args)
         return _Several()
 
@@ -220,11 +222,11 @@ class EchoGroup(_PythonGroup):
     """One rank, and the echo of it in place of all others; see the head of this file. What is added up is left as it
     is, so that values keep their size.
 
-    `lap`: a function that returns a context, inside which a stand-in runs.
+    `watch`: a stopwatch for what stands in for collectives.
     """
 
     backend = "echo"
-    lap: ClassVar[Callable[[], AbstractContextManager[None]]] = nullcontext
+    watch: ClassVar[Phases | None] = None
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         return _Several()

@@ -35,7 +35,8 @@ class Phases(Stopwatch):
 
     def __init__(self, platform: Platform):
         super().__init__(platform)
-        self.host, self.apart, self.marks = defaultdict[str, float](float), False, None
+        self.host, self.apart = defaultdict[str, float](float), False
+        self.marks: list[str] | None = None
         self._phase = BETWEEN
 
     @contextlib.contextmanager

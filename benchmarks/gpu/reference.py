@@ -43,9 +43,9 @@ class Reference:
     @classmethod
     def of(cls, model: Path, annotations: Path, dtype: torch.dtype, device: torch.device) -> Reference:
         """From a model's folder, and records with a folder `images` beside them."""
-        from transformers import Qwen2_5_VLForConditionalGeneration
+        from transformers import AutoModelForImageTextToText
 
-        loaded: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=dtype, attn_implementation="sdpa")
+        loaded: Any = AutoModelForImageTextToText.from_pretrained(model, dtype=dtype, attn_implementation="sdpa")
         registry = {"d": DatasetConfig(annotations=annotations, images=annotations.parent / "images")}
         processor, mixture = (
             Processor.from_folder(model, PixelLimits(None, MAX_PIXELS)),

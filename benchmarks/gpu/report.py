@@ -192,6 +192,66 @@ def _trace(trace: Numbers) -> Iterable[str]:
     yield table("kernel | ms | share | number", rows)
 
 
+def _rows(key: str, head: str, form: Callable[[Numbers], str]) -> Callable[[Numbers], Iterable[str]]:
+    """Tables of a section whose numbers are rows under `key`, and single values."""
+
+    def tables(numbers: Numbers) -> Iterable[str]:
+        if rows := numbers.get(key):
+            yield table(head, list(map(form, rows)))
+        yield from (f"{name}: {value}." for name, value in numbers.items() if isinstance(value, str))
+
+    return tables
+
+
+def _attention(row: Numbers) -> str:
+    cells = f"{row['case']} | {row['kernel']} | "
+    if "skipped" in row:
+        return f"{cells}skipped: {_cell(row['skipped'])} | | | | | | |"
+    rates = " | ".join(f"{row[f'{way} ms']:.3f}, {row[f'{way} TFLOP/s']:.0f}" for way in ("forward", "backward"))
+    calls = " | ".join(f"{row[name]:.1f}" for name in ("first call ms", "first call of half the tokens ms"))
+    return (
+        f"{cells}{rates} | {row['error forward']:.1e} | {row['error backward']:.1e} | {calls} | "
+        f"{row['later calls ms']:.1f} | `{_cell(' and '.join(name[:40] for name in row['longest on the device']))}`"
+    )
+
+
+def _swiglu(row: Numbers) -> str:
+    rates = " | ".join(f"{row[f'{way} ms']:.3f}, {row[f'{way} GB/s']:.0f}" for way in ("forward", "backward"))
+    return f"{row['size']} | {row['variant']} | {rates} | {row['error forward']:.1e} | {row['error backward']:.1e}"
+
+
+def _spinning(row: Numbers) -> str:
+    names = ("alone ms", "spin first, product ms", "product first, product ms", "product first, wait ms")
+    return " | ".join([row["product"], str(row["carved out"]), *(_number(row.get(name), ".3f") for name in names)])
+
+
+def _graph(numbers: Numbers) -> Iterable[str]:
+    kernels, runs = numbers.get("kernels", {}), ("kernel by kernel", "graph")
+    if "size" in numbers:
+        yield ", ".join(f"{name}: {value}" for name, value in numbers["size"].items()) + "."
+    rows = [f"{name} | {numbers[name]['ms']:.2f} | {numbers[name]['host ms']:.2f}"
+            for name in runs if isinstance(numbers.get(name), dict)]  # fmt: skip
+    if rows:
+        yield table("both passes | ms | until the host has issued them, ms", rows)
+    if kernels:
+        yield f"Kernels: {kernels['number']:,}, together {kernels['ms']:.2f} ms."
+    if isinstance(numbers.get("graph"), str):
+        yield f"No graph: {numbers['graph']}."
+
+
+def _experts(numbers: Numbers) -> Iterable[str]:
+    rows = [
+        f"`{row['layout']}` | {', '.join(map(str, row['tokens']))} | {'yes' if row['an expert idle'] else ''} | "
+        f"{row['difference']:.1e}"
+        for row in numbers.get("blocks", [])
+    ]
+    if rows:
+        yield table("layout | tokens by rank | experts of the last rank idle | largest relative difference", rows)
+    if steps := numbers.get("steps"):
+        losses = zip(steps["losses"], steps["losses of transformers"], strict=True)
+        yield "Losses of steps, and those of `transformers`: " + "; ".join(f"{a:.7f}, {b:.7f}" for a, b in losses) + "."
+
+
 _TABLES: Mapping[str, Callable[[Numbers], Iterable[str]]] = {
     "environment": _environment,
     "correctness": _correctness,
@@ -199,6 +259,24 @@ _TABLES: Mapping[str, Callable[[Numbers], Iterable[str]]] = {
     "program": _program,
     "video": _video,
     "share": _share,
+    "hopper.attention": _rows(
+        "kernels",
+        "case | kernel | forward, ms, TFLOP/s | backward, ms, TFLOP/s | error forward | error backward | "
+        "first call, ms | first of half the tokens, ms | later, ms | longest on the device",
+        _attention,
+    ),
+    "hopper.spinning": _rows(
+        "products",
+        "product | carved out | alone, ms | after the other kernel has begun, ms | before it, ms | then it waits, ms",
+        _spinning,
+    ),
+    "hopper.swiglu": _rows(
+        "variants",
+        "size | variant | forward, ms, GB/s | backward, ms, GB/s | error forward | error backward",
+        _swiglu,
+    ),
+    "hopper.graph": _graph,
+    "hopper.experts": _experts,
 }
 
 

@@ -39,10 +39,27 @@ SECTIONS: Mapping[str, Section] = {
     "video": Section("Frames of a video on one rank", "video", 120),
     "share-7b": Section("One rank's share of 7B, without communication", "share", 150, ("7B",)),
     "share-32b": Section("One rank's share of 32B, without communication", "share", 150, ("32B",)),
+    "attention": Section("Attention kernels", "hopper.attention", 100),
+    "spinning": Section("Products beside a kernel that holds multiprocessors", "hopper.spinning", 60),
+    "swiglu": Section("SwiGLU", "hopper.swiglu", 80),
+    "graph": Section("An encoder's layers as a CUDA graph", "hopper.graph", 90),
+    "experts": Section("Experts", "hopper.experts", 120, exact=True),
+    "share-7b-before": Section("7B's share without attention for Hopper", "share", 100, ("7B", "before")),
+    "share-32b-before": Section("32B's share without attention for Hopper", "share", 100, ("32B", "before")),
 }
+SETS: Mapping[str, tuple[str, ...]] = {
+    "default": ("environment", "correctness", "sharing", "program", "video", "share-7b", "share-32b"),
+    "hopper": (
+        "environment", "attention", "spinning", "swiglu", "graph", "experts",
+        "share-7b-before", "share-7b", "share-32b-before", "share-32b",
+    ),
+}  # fmt: skip
+"""Sections by the name of a set that `--sections` takes, too. Each set fits in `TOTAL_S`; both together would not.
+Who reads shares takes the last of a layout: without "before".
+"""
 
 TOTAL_S = 590.0
-"""Seconds of all sections. Few take what they may: their limits are for kernels that are compiled for the first time.
+"""Seconds of a set. Few sections take what they may: their limits are for kernels that are compiled for the first time.
 """
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,7 @@ from megatron_hetero.data.device import to_device
 from megatron_hetero.data.loader import StepBatch
 from megatron_hetero.estimate.estimate import KINDS, Estimate
 from megatron_hetero.groups.platform import Platform
+from megatron_hetero.models.layers import kernels
 from megatron_hetero.models.stages import EncoderInput
 from megatron_hetero.schedule.contract import MicroBatchInputs
 from megatron_hetero.train.measures import peak_flops, step_flops
@@ -40,6 +43,8 @@ STEPS, STEPS_OF_MORE = 5, 3
 LEFT = 0.08
 """Share of a device's memory that must be left besides what a plan counts: CUDA's context, fragmentation."""
 
+BEFORE = ("flash_attn", "torch_flash", "bucketed")
+"""Attention kernels that are not for Hopper."""
 MEMORY = 0.1
 """How far the peak of a step may be from the plan's memory, relatively."""
 
@@ -69,8 +74,26 @@ LAYOUTS = {
 SMALL = {"7B": (Layout(8, "sp:4,dp:2", "tp:2,dp:4", 4),), "32B": (Layout(4, "sp:4", "tp:4", 1),)}
 
 
-def measure(record: Record, folder: Path, model: str, *, small: bool) -> None:
-    """Build the rank, and take steps."""
+def measure(record: Record, folder: Path, model: str, when: str = "", *, small: bool) -> None:
+    """Build the rank, and take steps. `when`: "before" for attention by the kernels of `BEFORE`."""
+    with _kernels_before() if when else contextlib.nullcontext():
+        _measure(record, folder, model, small=small)
+
+
+@contextlib.contextmanager
+def _kernels_before() -> Iterator[None]:
+    """Inside, attention has no kernels but those of `BEFORE`."""
+    choose = kernels.choose_kernel
+
+    def before(*given: Any) -> kernels.KernelName:
+        name = choose(*given)
+        return name if name in BEFORE else "torch_flash"
+
+    with mock.patch.object(kernels, "choose_kernel", before):
+        yield
+
+
+def _measure(record: Record, folder: Path, model: str, *, small: bool) -> None:
     platform = replace(Platform.detect(), backend=groups.EchoGroup.backend, host_backend=groups.EchoGroup.backend)
     if small:
         write_samples(folder, cases.SMALL, [])
@@ -90,7 +113,7 @@ def measure(record: Record, folder: Path, model: str, *, small: bool) -> None:
 def _rank(plan: Estimate, platform: Platform) -> RankOnDevice:
     """The rank of a plan, whose stand-ins for collectives are timed."""
     rank = RankOnDevice.build(plan.job.config, platform)
-    groups.EchoGroup.lap = rank.watch.stand_in
+    groups.EchoGroup.watch = rank.watch
     return rank
 
 
@@ -171,7 +194,7 @@ class RankOnDevice:
         start = time.perf_counter()
         with self.watch.lap("zero gradients"):
             trainer.optimizer.zero_grad()
-        loss = trainer.runner.run(trainer.job.schedule, self._load).loss
+        loss = trainer.runner.run(trainer.job.schedule, self.load).loss
         issued = time.perf_counter() - start
         with self.watch.lap("gradient sums"):
             trainer.optimizer.reduce(loss, loss_counts_here=trainer.counts_loss).read()
@@ -182,7 +205,7 @@ class RankOnDevice:
         phases = {name: sum(laps) for name, laps in self.watch.read().items()}
         return {"step": seconds, "issued": issued, **phases}
 
-    def _load(self, micro_batch: int) -> Any:
+    def load(self, micro_batch: int) -> Any:
         return to_device(self.batch.micro_batches[micro_batch], self.trainer.topology.platform.device)
 
 
@@ -250,9 +273,9 @@ def _rates(plan: Estimate, seconds: dict[str, float]) -> dict[str, float]:
 def _trace(record: Record, rank: RankOnDevice) -> None:
     """Kernels of a step, and the host's time of those of a layer where nothing holds the host up."""
     watch = rank.watch
-    groups.EchoGroup.lap = contextlib.nullcontext
-    watch.marks = []
-    found = trace.of(rank.step, rank.trainer.topology.platform, watch.marks)
+    groups.EchoGroup.watch = None
+    watch.marks = marks = list[str]()
+    found = trace.of(rank.step, rank.trainer.topology.platform, marks)
     watch.marks = None
     record.put("trace", found)
     watch.apart = True

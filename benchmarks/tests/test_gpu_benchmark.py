@@ -7,15 +7,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from benchmarks.gpu import sections
+from benchmarks.gpu.__main__ import _names
 from benchmarks.gpu.honest import honest
+from benchmarks.gpu.hopper import attention
 from benchmarks.gpu.record import Check, Record, read
 from benchmarks.gpu.trace import Kernel, busy_and_idle, kind_of, summary
+from megatron_hetero.groups.platform import CPU, Platform
+from megatron_hetero.models.layers import kernels
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,9 +38,19 @@ def run(*flags: str, timeout_s: float = 900) -> subprocess.CompletedProcess[str]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one run of all sections wrote. The limit is for machines that others use too."""
-    folder = tmp_path_factory.mktemp("gpu")
-    ended = run("--small", "--out", str(folder), "--time-limit", "3600")
+    """What one run of the default sections wrote."""
+    return small(tmp_path_factory.mktemp("gpu"), "default")
+
+
+@pytest.fixture(scope="module")
+def hopper(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one run of the sections for Hopper wrote."""
+    return small(tmp_path_factory.mktemp("hopper"), "hopper")
+
+
+def small(folder: Path, names: str) -> dict[str, Any]:
+    """What one run wrote. The limit is for machines that others use too."""
+    ended = run("--small", "--sections", names, "--out", str(folder), "--time-limit", "3600")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     text = (folder / "gpu.md").read_text()
     assert "No GPU" in text and "FAIL" not in text
@@ -49,7 +63,7 @@ def numbers(found: dict[str, Any], section: str) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_every_section_passes(found: dict[str, Any]) -> None:
-    assert list(found["sections"]) == list(sections.SECTIONS)
+    assert list(found["sections"]) == list(sections.SETS["default"])
     assert all(section["status"] == "ok" and section["passed"] for section in found["sections"].values())
     checked = {name: len(section["checks"]) for name, section in found["sections"].items()}
     assert checked["correctness"] == 6 and checked["sharing"] >= 24 and checked["program"] == 9
@@ -111,7 +125,54 @@ def test_shares(section: str, found: dict[str, Any]) -> None:
     assert of_share["trace"]["kernels"] == sum(count for _, count in of_share["trace"]["kinds"].values())
 
 
+@pytest.mark.long
+def test_what_hopper_is_asked(hopper: dict[str, Any]) -> None:
+    """On a CPU, what runs there; of the rest, why not."""
+    assert list(hopper["sections"]) == list(sections.SETS["hopper"])
+    assert all(section["passed"] for section in hopper["sections"].values())
+    assert len(hopper["sections"]["experts"]["checks"]) == 7
+    rows = numbers(hopper, "attention")["kernels"]
+    assert {row["kernel"] for row in rows} == set(get_args(kernels.KernelName))
+    ran = [row for row in rows if "skipped" not in row]
+    assert [row["case"] for row in ran] == list(attention.CASES) and {row["kernel"] for row in ran} == {"bucketed"}
+    assert all(row["error forward"] < 5e-3 and row["error backward"] < 2e-2 for row in ran)
+    assert {row["skipped"] for row in rows if "skipped" in row} == {"needs a GPU"}
+    assert {row["carved out"] for row in numbers(hopper, "spinning")["products"]} == {0}
+    assert numbers(hopper, "spinning")["beside a kernel"] == numbers(hopper, "graph")["graph"] == "needs a GPU"
+    assert all(row["error backward"] < 5e-3 for row in numbers(hopper, "swiglu")["variants"])
+    before, now = (numbers(hopper, name)["steps"] for name in ("share-7b-before", "share-7b"))
+    assert before["loss"] == now["loss"], "on a CPU there is no other kernel"
+
+
 # ------------------------------------------------------------------------------------- without a whole run
+
+
+def test_sets_of_sections() -> None:
+    assert set(sections.SECTIONS) == {name for names in sections.SETS.values() for name in names}
+    assert _names("hopper,video,attention") == [*sections.SETS["hopper"], "video"]
+
+
+@pytest.mark.parametrize("name", ["torch_flash", "bucketed"])
+def test_a_kernel_by_name(name: str) -> None:
+    """Where PyTorch sees no GPU, the package takes one of the oldest that has all kernels for granted."""
+    device = torch.device("cuda")
+    assert attention._kernel(name, 128, Platform(device, "nccl")) is getattr(kernels, name)
+    assert attention._kernel("bucketed", 128, Platform(CPU, "gloo")) is kernels.bucketed
+    with pytest.raises(RuntimeError, match="needs a GPU"):
+        attention._kernel("torch_flash", 128, Platform(CPU, "gloo"))
+
+
+def test_the_kernel_that_spins_compiles_for_hopper() -> None:
+    """It waits in a loop, and its threads have registers enough that no product shares a multiprocessor with it."""
+    triton = pytest.importorskip("triton", reason="needs Triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from benchmarks.gpu.hopper.spin import WARPS, spin
+
+    source: Any = ASTSource(fn=spin, signature={"ends": "*i64", "nanoseconds": "i32"}, constexprs={})
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS})
+    assert made.asm["ptx"].count("%globaltimer") == 2 and ".reqntid 512" in made.asm["ptx"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what to do where there is no GPU")

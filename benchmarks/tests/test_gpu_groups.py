@@ -141,7 +141,7 @@ def test_an_echo_fills_whatever_would_be_received() -> None:
 def test_stand_ins_are_timed_by_phase() -> None:
     """Each operation of an echo is a lap of its own, in the phase that the stopwatch is in."""
     watch, group = Phases(Platform(CPU, "gloo")), EchoGroup(dist.HashStore(), 0, 2, timedelta(seconds=1))
-    with mock.patch.object(EchoGroup, "lap", watch.stand_in):
+    with mock.patch.object(EchoGroup, "watch", watch):
         with watch.lap("text", "text.0.B1"):
             for _ in range(3):
                 group.all_gather_single(torch.zeros(4), torch.ones(2))

@@ -1,0 +1,1 @@
+"""What chooses kernels and schedules on a Hopper GPU: `python -m benchmarks.gpu --sections hopper`."""
