@@ -17,7 +17,7 @@ Only by name, or all with `environment` and both shares as `--sections hopper`, 
   graph         both passes of an encoder's 32 layers as a CUDA graph
   experts       experts without rows, with one, and idle ones; steps of a small model against `transformers`
   share-7b-before, share-32b-before
-                the shares with attention by kernels that are not for Hopper
+                the shares with attention by FlashAttention-2 and SwiGLU compiled for any width
 
 Each runs in a process of its own with a limit; one that fails says so and the others go on. Results are in `gpu.md` and
 `gpu.json`, written after each section. The exit status is 1 where anything failed.

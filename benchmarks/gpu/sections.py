@@ -44,8 +44,8 @@ SECTIONS: Mapping[str, Section] = {
     "swiglu": Section("SwiGLU", "hopper.swiglu", 80),
     "graph": Section("An encoder's layers as a CUDA graph", "hopper.graph", 90),
     "experts": Section("Experts", "hopper.experts", 120, exact=True),
-    "share-7b-before": Section("7B's share without attention for Hopper", "share", 100, ("7B", "before")),
-    "share-32b-before": Section("32B's share without attention for Hopper", "share", 100, ("32B", "before")),
+    "share-7b-before": Section("7B's share without kernels for Hopper", "share", 100, ("7B", "before")),
+    "share-32b-before": Section("32B's share without kernels for Hopper", "share", 100, ("32B", "before")),
 }
 SETS: Mapping[str, tuple[str, ...]] = {
     "default": ("environment", "correctness", "sharing", "program", "video", "share-7b", "share-32b"),

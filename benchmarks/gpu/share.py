@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu import cases, groups, trace
+from benchmarks.gpu.hopper import swiglu
 from benchmarks.gpu.phases import Phases, split
 from benchmarks.gpu.record import Record
 from benchmarks.measuring.material import write_samples
@@ -29,7 +30,7 @@ from megatron_hetero.data.device import to_device
 from megatron_hetero.data.loader import StepBatch
 from megatron_hetero.estimate.estimate import KINDS, Estimate
 from megatron_hetero.groups.platform import Platform
-from megatron_hetero.models.layers import kernels
+from megatron_hetero.models.layers import kernels, mlp
 from megatron_hetero.models.stages import EncoderInput
 from megatron_hetero.schedule.contract import MicroBatchInputs
 from megatron_hetero.train.measures import peak_flops, step_flops
@@ -44,7 +45,8 @@ LEFT = 0.08
 """Share of a device's memory that must be left besides what a plan counts: CUDA's context, fragmentation."""
 
 BEFORE = ("flash_attn", "torch_flash", "bucketed")
-"""Attention kernels that are not for Hopper."""
+"""Attention kernels that are not for Hopper alone."""
+
 MEMORY = 0.1
 """How far the peak of a step may be from the plan's memory, relatively."""
 
@@ -75,21 +77,22 @@ SMALL = {"7B": (Layout(8, "sp:4,dp:2", "tp:2,dp:4", 4),), "32B": (Layout(4, "sp:
 
 
 def measure(record: Record, folder: Path, model: str, when: str = "", *, small: bool) -> None:
-    """Build the rank, and take steps. `when`: "before" for attention by the kernels of `BEFORE`."""
+    """Build the rank, and take steps. `when`: "before" for kernels that are not for Hopper."""
     with _kernels_before() if when else contextlib.nullcontext():
         _measure(record, folder, model, small=small)
 
 
 @contextlib.contextmanager
 def _kernels_before() -> Iterator[None]:
-    """Inside, attention has no kernels but those of `BEFORE`."""
+    """Inside, attention has the kernels `BEFORE` only, and the compiler's SwiGLU is for any width."""
     choose = kernels.choose_kernel
 
     def before(*given: Any) -> kernels.KernelName:
         name = choose(*given)
         return name if name in BEFORE else "torch_flash"
 
-    with mock.patch.object(kernels, "choose_kernel", before):
+    activation = swiglu.as_before() if torch.cuda.is_available() else mlp.swiglu
+    with mock.patch.object(kernels, "choose_kernel", before), mock.patch.object(mlp, "swiglu", activation):
         yield
 
 

@@ -162,6 +162,7 @@ def test_a_kernel_by_name(name: str) -> None:
         attention._kernel("torch_flash", 128, Platform(CPU, "gloo"))
 
 
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 def test_the_kernel_that_spins_compiles_for_hopper() -> None:
     """It waits in a loop, and its threads have registers enough that no product shares a multiprocessor with it."""
     triton = pytest.importorskip("triton", reason="needs Triton")
