@@ -18,6 +18,7 @@ from benchmarks.gpu.honest import honest
 from benchmarks.gpu.hopper import attention
 from benchmarks.gpu.record import Check, Record, read
 from benchmarks.gpu.trace import Kernel, busy_and_idle, kind_of, summary
+from benchmarks.tests.expert_ranks import ROWS
 from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.models.layers import kernels
 
@@ -130,7 +131,7 @@ def test_what_hopper_is_asked(hopper: dict[str, Any]) -> None:
     """On a CPU, what runs there; of the rest, why not."""
     assert list(hopper["sections"]) == list(sections.SETS["hopper"])
     assert all(section["passed"] for section in hopper["sections"].values())
-    assert len(hopper["sections"]["experts"]["checks"]) == 7
+    assert len(hopper["sections"]["experts"]["checks"]) == 1 + len(ROWS)
     rows = numbers(hopper, "attention")["kernels"]
     assert {row["kernel"] for row in rows} == set(get_args(kernels.KernelName))
     ran = [row for row in rows if "skipped" not in row]

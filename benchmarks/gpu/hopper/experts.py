@@ -8,44 +8,28 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.crew import Crew
 from benchmarks.gpu import cases
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.reference import Reference
-from benchmarks.gpu.sharing import join
+from benchmarks.tests.expert_ranks import ROWS, crew
 from megatron_hetero.groups.launch import process_group
 from megatron_hetero.groups.platform import Platform
-from megatron_hetero.models.layers.recompute import Recompute
-from tests.support.expert_blocks import EMPTY, Row, differences
 
-ROWS = (*EMPTY, Row("tp:2,cp:2,ep:4", recompute=Recompute("none", chunk=5)))
 BLOCK, LOSS = 1e-5, 1e-5
 """Largest relative differences in fp32: of a block's outputs and gradients, and of the losses of steps."""
 EXPERTS = 8
 
 
-class Ranks:
-    """What each rank runs."""
-
-    def __init__(self, platform: Platform):
-        self.platform = platform
-
-    def differences(self, row: Row) -> dict[str, float]:
-        """Relative differences of a block from `transformers`, by tensor; none on ranks without a part of it."""
-        return differences(row, self.platform)
-
-
 def measure(record: Record, folder: Path, *, small: bool) -> None:
     """Blocks on four ranks, then steps on one."""
-    start = "spawn" if torch.cuda.device_count() else "forkserver"
-    crew = Crew(4, folder / "store", Ranks, preload="benchmarks.gpu.hopper.experts", join=join, start=start)
+    ranks = crew(folder, start="spawn" if torch.cuda.device_count() else "forkserver")
     rows = []
     for row in ROWS:
-        found = [max(of_rank.values()) for of_rank in crew.run("differences", row) if of_rank]
+        found = [max(of_rank.values()) for of_rank in ranks.run("differences", row) if of_rank]
         rows.append({"layout": row.layout, "tokens": row.tokens, "an expert idle": row.idle, "difference": max(found)})
         record.put("blocks", rows)
         record.check(f"{row.layout}, tokens {row.tokens}: largest relative difference", max(found), BLOCK)
-    crew.close()
+    ranks.close()
     with process_group() as platform:
         _steps(record, folder, platform, small=small)
 
