@@ -274,7 +274,7 @@ def _rates(plan: Estimate, seconds: dict[str, float]) -> dict[str, float]:
 
 
 def _trace(record: Record, rank: RankOnDevice) -> None:
-    """Kernels of a step, and the host's time of those of a layer where nothing holds the host up."""
+    """Kernels of a step with stand-ins among the copies, and the host's time where nothing holds the host up."""
     watch = rank.watch
     groups.EchoGroup.watch = None
     watch.marks = marks = list[str]()
@@ -285,9 +285,11 @@ def _trace(record: Record, rank: RankOnDevice) -> None:
     watch.host.clear()
     rank.step()
     watch.apart = False
+    kernels_of = {phase: int(of_phase["kernels"]) for phase, of_phase in found["phases"].items()}
+    seconds = dict(watch.host)
     record.put("host", {
-        phase: _of_host(1e3 * seconds, int(found["phases"].get(phase, {}).get("kernels", 0)), rank, phase)
-        for phase, seconds in watch.host.items()
+        **{phase: _of_host(1e3 * s, kernels_of.get(phase, 0), rank, phase) for phase, s in seconds.items()},
+        "all phases": _of_host(1e3 * sum(seconds.values()), found["kernels"], rank, ""),
     })  # fmt: skip
 
 

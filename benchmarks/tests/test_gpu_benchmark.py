@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -166,14 +167,12 @@ def test_a_kernel_by_name(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 def test_the_kernel_that_spins_compiles_for_hopper() -> None:
     """It waits in a loop, and its threads have registers enough that no product shares a multiprocessor with it."""
-    triton = pytest.importorskip("triton", reason="needs Triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+    compiler: Any = pytest.importorskip("triton.compiler", reason="needs Triton")
+    backends: Any = importlib.import_module("triton.backends.compiler")
     from benchmarks.gpu.hopper.spin import WARPS, spin
 
-    source: Any = ASTSource(fn=spin, signature={"ends": "*i64", "nanoseconds": "i32"}, constexprs={})
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS})
+    source = compiler.ASTSource(fn=spin, signature={"ends": "*i64", "nanoseconds": "i32"}, constexprs={})
+    made = compiler.compile(source, target=backends.GPUTarget("cuda", 90, 32), options={"num_warps": WARPS})
     assert made.asm["ptx"].count("%globaltimer") == 2 and ".reqntid 512" in made.asm["ptx"]
 
 
