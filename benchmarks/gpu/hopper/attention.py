@@ -79,7 +79,10 @@ def _kernel(name: str, dim: int, platform: Platform) -> kernels.Kernel:
     names, choose = iter([name]), kernels.choose_kernel
     # What a kernel falls back to is chosen as usual.
     with mock.patch.object(kernels, "choose_kernel", lambda *given: next(names, None) or choose(*given)):
-        return kernels.kernel_for.__wrapped__(platform.device, torch.bfloat16, dim)
+        found = kernels.kernel_for.__wrapped__(platform.device, torch.bfloat16, dim)
+    if found is kernels.bucketed:
+        raise RuntimeError(f"the package does not take {name} here")
+    return found
 
 
 def _drawn(case: Case, platform: Platform) -> tuple[list[Tensor], Tensor]:
