@@ -4,7 +4,8 @@ storage.
 Autograd's hooks report saved tensors, and a dispatch mode reports every allocation and its end. Kernels that do not run
 on `meta`, or run slowly there, have substitutes that use the same memory:
 
-  * FlashAttention's backward pass allocates a workspace (`flash_workspace`);
+  * FlashAttention's backward pass allocates a workspace (`flash_workspace`); causal attention that cuDNN may compute
+    allocates padded tensors too (`cudnn_workspace`);
   * a compiled function allocates only its results and saved tensors (`Memory.run_compiled`);
   * the gated delta rule runs block by block and saves the state between blocks. Of successive blocks with equal sizes
     only the first is run; for the others only the states are allocated (`measured_rule`). On a GPU the memory is that
@@ -30,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_hetero.models.layers.chunks import BLOCK, Chunks, TokenBlock, blocks_of, chunk_length
+from megatron_hetero.models.layers.cudnn_attention import WORKSPACE_ROWS, Call
 from megatron_hetero.models.layers.delta_rule import delta_rule
 from megatron_hetero.models.layers.offload import OffloadSizes
 from megatron_hetero.models.layers.sequences import Sequences
@@ -77,11 +79,19 @@ class Memory(TorchDispatchMode):
             # A CPU saves mean and scale in the dtype of the input.
             out = (out[0], *(x.to(out[0].dtype) for x in out[1:]))
         self._record(out, args, kwargs)
+        if func is torch.ops.aten._flash_attention_forward.default and args[8]:
+            query, key, _, ends = args[:4]
+            self._works_in(cudnn_workspace(query.shape, key.shape, len(ends) - 1, args[5], backward=False))
         if func is torch.ops.aten._flash_attention_backward.default:
             query, key, ends = args[1], args[2], args[6]
             work = flash_workspace(len(query), len(key), len(ends) - 1, query.shape[1], key.shape[1], query.shape[2])
-            self.peak = max(self.peak, self.live + work)
+            if args[11]:
+                work = max(work, cudnn_workspace(query.shape, key.shape, len(ends) - 1, args[8], backward=True))
+            self._works_in(work)
         return out
+
+    def _works_in(self, size: int) -> None:
+        self.peak = max(self.peak, self.live + size)
 
     def run_compiled(self, function: Callable[..., Any], *inputs: Any) -> Any:
         """Return `function(*inputs)`, and record the memory of compiled code: only results and saved tensors."""
@@ -214,6 +224,19 @@ def flash_workspace(queries: int, keys: int, segments: int, heads: int, kv_heads
     """
     sums = FP32 * (queries + 128 * segments) * heads * (-(-head_dim // 32) * 32 + 1)
     return sums + 2 * 2 * keys * heads * head_dim * (heads != kv_heads)
+
+
+def cudnn_workspace(queries: Sequence[int], keys: Sequence[int], segments: int, longest: int, *, backward: bool) -> int:
+    """Return the maximum of bytes that a ragged or dense call of `cudnn_attention` allocates besides its results, in
+    half precision; 0 if cuDNN does not compute the pack. `queries`, `keys`: the shapes [tokens, heads, elements].
+    """
+    (tokens, heads, dim), kv_heads = queries, keys[1]
+    call = Call.ragged(tokens, segments, longest)
+    if tokens != keys[0] or call.segments * call.longest > WORKSPACE_ROWS * call.tokens:
+        return 0
+    padded = 2 * call.tokens * dim * (call.tokens > tokens)
+    rows = 3 * heads + 2 * kv_heads if backward else 2 * heads + 2 * kv_heads
+    return rows * padded + backward * call.workspace(heads, kv_heads, dim)
 
 
 def measured_rule(device: str) -> Callable[..., Tensor]:

@@ -1,0 +1,155 @@
+"""Causal attention by cuDNN, through operators of PyTorch that need no further package.
+
+Shape suffixes:
+    n  tokens
+    H  query heads of this rank
+    h  key/value heads of this rank, a divisor of H
+    D  elements per head
+
+cuDNN makes a plan for each new shape, which takes the host about 40 ms (pytorch/pytorch pull request 191576). So that
+packs share plans, sizes are rounded up:
+
+    ragged  one call for all segments. The plan depends on the numbers of tokens and segments and on the length of the
+            longest segment, so tokens are padded and empty segments added. Before torch 2.15, every call makes a plan.
+    dense   one call per segment, padded at its end, where none of its queries sees the padding.
+
+Causal masks are aligned at the first query and key. Gradients of queries are summed in varying order.
+
+Sources: aten/src/ATen/native/cudnn/MHA.cpp of PyTorch at v2.11 and v2.15 (`MHAParams`: what a plan depends on).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from megatron_hetero.models.layers.segments import PackedSegments
+
+Form = Literal["ragged", "dense"]
+Operators = tuple[Callable[..., Any], Callable[..., Any]]
+"""Functions with the signatures of the operators for the forward and the backward pass."""
+MULTIPLE = 128
+"""Padded lengths are multiples of this number; others have had wrong gradients (pytorch/pytorch issue 196678,
+NVIDIA/cudnn-frontend issue 160).
+"""
+LEAST_FLOP = 16e9
+"""Minimum of a call's forward pass. At 200 and 500 TFLOP/s (FlashAttention-2 and cuDNN) it is 50 µs faster, and its
+backward pass 110 µs; the additional launches take the host about as long.
+"""
+WORKSPACE_ROWS = 4
+"""Maximum of segments times longest segment per token, because the backward pass has a workspace for all of these."""
+
+
+class Call(NamedTuple):
+    """Rounded sizes of a call: numbers of `tokens` and `segments`, and the length of the `longest` segment."""
+
+    form: Form
+    tokens: int
+    segments: int
+    longest: int
+
+    @classmethod
+    def ragged(cls, tokens: int, segments: int, longest: int) -> Call:
+        """Return the call for a pack. The longest segment is rounded coarsely, because this takes only memory."""
+        return cls("ragged", _rounded(tokens, 16), 1 << (segments - 1).bit_length(), _rounded(longest, 4))
+
+    @classmethod
+    def dense(cls, tokens: int) -> Call:
+        """Return the call for one segment. Tokens are rounded finely, because padding is computed."""
+        return cls("dense", padded := _rounded(tokens, 32), 1, padded)
+
+    def workspace(self, heads: int, kv_heads: int, head_dim: int) -> int:
+        """Return the bytes that the backward pass allocates: fp32 sums of query gradients, a number per query and head,
+        and, if heads share keys and values, their half-precision gradients per head (`CompositeSDPABackwardNode` in
+        cudnn-frontend's scaled_dot_product_flash_attention.h).
+        """
+        rows = self.segments * self.longest * heads
+        return 4 * rows * (head_dim + 1) + 2 * 2 * rows * head_dim * (heads != kv_heads)
+
+
+def _rounded(tokens: int, steps: int) -> int:
+    """Round up to a multiple of 128, and of 1 / `steps` of the power of two below."""
+    step = max(MULTIPLE, (1 << (tokens - 1).bit_length()) // 2 // steps)
+    return -(-tokens // step) * step
+
+
+@lru_cache(maxsize=4096)
+def calls_for(form: Form, lengths: tuple[int, ...], heads: int, head_dim: int) -> tuple[Call, ...]:
+    """Return the calls for causal segments of these `lengths`: one, or one for each if dense; none if another kernel is
+    the better choice, as for short segments (pytorch/pytorch pull request 191576: cuDNN is 0.65 times as fast with its
+    launches) and for many unequal ones, which need a large workspace.
+    """
+    if not lengths:
+        return ()
+    pack = Call.ragged(sum(lengths), len(lengths), max(lengths))
+    calls = (pack,) if form == "ragged" else tuple(map(Call.dense, lengths))
+    fits = form == "dense" or pack.segments * pack.longest <= WORKSPACE_ROWS * pack.tokens
+    flop = 2 * heads * head_dim * sum(n * n for n in lengths)
+    return calls if fits and flop >= LEAST_FLOP * len(calls) else ()
+
+
+def attend(
+    q_nHD: Tensor,
+    k_nhD: Tensor,
+    v_nhD: Tensor,
+    segments: PackedSegments,
+    calls: Sequence[Call],
+    operators: Operators | None = None,
+) -> Tensor:
+    """Compute causal attention inside each segment with the result of `calls_for`: [n, H, D]."""
+    aten, inputs = torch.ops.aten, (q_nHD, k_nhD, v_nhD)
+    operators = operators or (aten._cudnn_attention_forward, aten._cudnn_attention_backward)
+    if len(calls) == 1:
+        offsets = segments.padded_offsets(calls[0].segments) if calls[0].form == "ragged" else None
+        return _Attention.apply(*inputs, calls[0], offsets, operators)  # pyright: ignore[reportReturnType]
+    split = zip(*(x.split(segments.segments.queries) for x in inputs), strict=True)
+    outs: Any = [_Attention.apply(*one, call, None, operators) for one, call in zip(split, calls, strict=True)]
+    return torch.cat(outs)
+
+
+class _Attention(torch.autograd.Function):
+    """A call. As in other kernels, saved tensors are its inputs and output, which hooks know, without padding."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, offsets: Tensor | None, operators: Operators
+    ) -> Tensor:
+        ctx.call, ctx.operator = call, operators[1]
+        # No bias, all logsumexps, no dropout, a causal mask, no debug mask. These are positional in all versions.
+        sizes, options = (offsets, offsets, call.longest, call.longest), (True, 0.0, True, False)
+        padded = (_padded(x, call) for x in (q, k, v))
+        out, lse, *_, seed, offset, _ = operators[0](*padded, None, *sizes, *options, scale=q.shape[2] ** -0.5)
+        out = _cropped(out, call, len(q))
+        if call.tokens > len(q):  # A view would keep the padding alive.
+            out = out.clone(memory_format=torch.contiguous_format)
+        ctx.save_for_backward(q, k, v, out, lse, seed, offset, offsets)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, out, *stored, offsets = ctx.saved_tensors
+        call: Call = ctx.call
+        sizes = (offsets, offsets, call.longest, call.longest)
+        padded = (_padded(x, call) for x in (grad, q, k, v, out))
+        grads = ctx.operator(*padded, *stored, None, *sizes, 0.0, True, scale=q.shape[2] ** -0.5)
+        return *(_cropped(x, call, len(q)) for x in grads), None, None, None
+
+
+def _padded(x_nHD: Tensor, call: Call) -> Tensor:
+    """Add zeros up to the tokens of the call: [tokens, H, D], or [1, H, tokens, D] in the same layout if dense."""
+    padding = call.tokens - len(x_nHD)
+    x = F.pad(x_nHD, (0, 0, 0, 0, 0, padding)) if padding else x_nHD.contiguous()
+    return x if call.form == "ragged" else x.unsqueeze(0).transpose(1, 2)
+
+
+def _cropped(x: Tensor, call: Call, tokens: int) -> Tensor:
+    """Return [n, H, D] without padding, whose rows a ragged call leaves uninitialised."""
+    return (x if call.form == "ragged" else x.squeeze(0).transpose(0, 1))[:tokens]
