@@ -4,8 +4,7 @@ storage.
 Autograd's hooks report saved tensors, and a dispatch mode reports every allocation and its end. Kernels that do not run
 on `meta`, or run slowly there, have substitutes that use the same memory:
 
-  * FlashAttention's backward pass allocates a workspace (`flash_workspace`); causal attention that cuDNN may compute
-    allocates padded tensors too (`cudnn_workspace`);
+  * the backward pass of attention allocates a workspace (`flash_workspace`, `cudnn_workspace`);
   * a compiled function allocates only its results and saved tensors (`Memory.run_compiled`);
   * the gated delta rule runs block by block and saves the state between blocks. Of successive blocks with equal sizes
     only the first is run; for the others only the states are allocated (`measured_rule`). On a GPU the memory is that
@@ -79,19 +78,12 @@ class Memory(TorchDispatchMode):
             # A CPU saves mean and scale in the dtype of the input.
             out = (out[0], *(x.to(out[0].dtype) for x in out[1:]))
         self._record(out, args, kwargs)
-        if func is torch.ops.aten._flash_attention_forward.default and args[8]:
-            query, key, _, ends = args[:4]
-            self._works_in(cudnn_workspace(query.shape, key.shape, len(ends) - 1, args[5], backward=False))
         if func is torch.ops.aten._flash_attention_backward.default:
             query, key, ends = args[1], args[2], args[6]
-            work = flash_workspace(len(query), len(key), len(ends) - 1, query.shape[1], key.shape[1], query.shape[2])
-            if args[11]:
-                work = max(work, cudnn_workspace(query.shape, key.shape, len(ends) - 1, args[8], backward=True))
-            self._works_in(work)
+            sizes = len(query), len(key), len(ends) - 1, query.shape[1], key.shape[1], query.shape[2]
+            work = max(flash_workspace(*sizes), args[11] and cudnn_workspace(*sizes, args[8]))
+            self.peak = max(self.peak, self.live + work)
         return out
-
-    def _works_in(self, size: int) -> None:
-        self.peak = max(self.peak, self.live + size)
 
     def run_compiled(self, function: Callable[..., Any], *inputs: Any) -> Any:
         """Return `function(*inputs)`, and record the memory of compiled code: only results and saved tensors."""
@@ -226,17 +218,19 @@ def flash_workspace(queries: int, keys: int, segments: int, heads: int, kv_heads
     return sums + 2 * 2 * keys * heads * head_dim * (heads != kv_heads)
 
 
-def cudnn_workspace(queries: Sequence[int], keys: Sequence[int], segments: int, longest: int, *, backward: bool) -> int:
-    """Return the maximum of bytes that a ragged or dense call of `cudnn_attention` allocates besides its results, in
-    half precision; 0 if cuDNN does not compute the pack. `queries`, `keys`: the shapes [tokens, heads, elements].
+def cudnn_workspace(
+    queries: int, keys: int, segments: int, heads: int, kv_heads: int, head_dim: int, longest: int
+) -> int:
+    """Return the maximum of bytes that a backward pass of `cudnn_attention` allocates: padded inputs, fp32 sums of
+    query gradients, one number per query and head, and, if heads share keys and values, their half-precision gradients
+    per head (`CompositeSDPABackwardNode` in cudnn-frontend's scaled_dot_product_flash_attention.h).
     """
-    (tokens, heads, dim), kv_heads = queries, keys[1]
-    call = Call.ragged(tokens, segments, longest)
-    if tokens != keys[0] or call.segments * call.longest > WORKSPACE_ROWS * call.tokens:
+    call = Call.ragged(queries, segments, longest)
+    rows = call.segments * call.longest
+    if queries != keys or rows > WORKSPACE_ROWS * call.tokens:  # cuDNN does not compute the pack.
         return 0
-    padded = 2 * call.tokens * dim * (call.tokens > tokens)
-    rows = 3 * heads + 2 * kv_heads if backward else 2 * heads + 2 * kv_heads
-    return rows * padded + backward * call.workspace(heads, kv_heads, dim)
+    padded = 2 * call.tokens * (3 * heads + 2 * kv_heads) * head_dim
+    return padded + rows * heads * (FP32 * (head_dim + 1) + 2 * 2 * head_dim * (heads != kv_heads))
 
 
 def measured_rule(device: str) -> Callable[..., Tensor]:

@@ -30,7 +30,7 @@ def installed(gpu: FakeGpu, modules: Collection[str]) -> Iterator[None]:
     choices = delta_kernels.rule_for, delta_kernels.convolution_for, kernels.kernel_for
     form = next((module.split()[1] for module in modules if module.startswith("cudnn ")), None)
     of_cudnn = {
-        "cudnn_support": lambda _: kernels.CudnnSupport(form, ""),  # pyright: ignore[reportArgumentType]
+        "cudnn_support": lambda _: (form, ""),
         "cuda_capability": lambda _: gpu.capability,
     }
 

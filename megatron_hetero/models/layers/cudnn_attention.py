@@ -35,20 +35,17 @@ if TYPE_CHECKING:
 Form = Literal["ragged", "dense"]
 Operators = tuple[Callable[..., Any], Callable[..., Any]]
 """Functions with the signatures of the operators for the forward and the backward pass."""
+# Other lengths have had wrong gradients: pytorch/pytorch issue 196678, NVIDIA/cudnn-frontend issue 160.
 MULTIPLE = 128
-"""Padded lengths are multiples of this number; others have had wrong gradients (pytorch/pytorch issue 196678,
-NVIDIA/cudnn-frontend issue 160).
-"""
+# Minimum FLOP of a forward pass. At 500 TFLOP/s in place of 200 it takes 50 µs less, and the backward pass 110 µs less,
+# about what the additional launches take the host.
 LEAST_FLOP = 16e9
-"""Minimum of a call's forward pass. At 200 and 500 TFLOP/s (FlashAttention-2 and cuDNN) it is 50 µs faster, and its
-backward pass 110 µs; the additional launches take the host about as long.
-"""
+# Maximum of segments times longest segment per token. The backward pass has a workspace for all of these.
 WORKSPACE_ROWS = 4
-"""Maximum of segments times longest segment per token, because the backward pass has a workspace for all of these."""
 
 
 class Call(NamedTuple):
-    """Rounded sizes of a call: numbers of `tokens` and `segments`, and the length of the `longest` segment."""
+    """Rounded sizes of a call: numbers of tokens and segments, and the length of the longest segment."""
 
     form: Form
     tokens: int
@@ -58,20 +55,12 @@ class Call(NamedTuple):
     @classmethod
     def ragged(cls, tokens: int, segments: int, longest: int) -> Call:
         """Return the call for a pack. The longest segment is rounded coarsely, because this takes only memory."""
-        return cls("ragged", _rounded(tokens, 16), 1 << (segments - 1).bit_length(), _rounded(longest, 4))
+        return cls("ragged", _rounded(tokens, 16), 1 << max(segments - 1, 0).bit_length(), _rounded(longest, 4))
 
     @classmethod
     def dense(cls, tokens: int) -> Call:
         """Return the call for one segment. Tokens are rounded finely, because padding is computed."""
         return cls("dense", padded := _rounded(tokens, 32), 1, padded)
-
-    def workspace(self, heads: int, kv_heads: int, head_dim: int) -> int:
-        """Return the bytes that the backward pass allocates: fp32 sums of query gradients, a number per query and head,
-        and, if heads share keys and values, their half-precision gradients per head (`CompositeSDPABackwardNode` in
-        cudnn-frontend's scaled_dot_product_flash_attention.h).
-        """
-        rows = self.segments * self.longest * heads
-        return 4 * rows * (head_dim + 1) + 2 * 2 * rows * head_dim * (heads != kv_heads)
 
 
 def _rounded(tokens: int, steps: int) -> int:
@@ -83,12 +72,10 @@ def _rounded(tokens: int, steps: int) -> int:
 @lru_cache(maxsize=4096)
 def calls_for(form: Form, lengths: tuple[int, ...], heads: int, head_dim: int) -> tuple[Call, ...]:
     """Return the calls for causal segments of these `lengths`: one, or one for each if dense; none if another kernel is
-    the better choice, as for short segments (pytorch/pytorch pull request 191576: cuDNN is 0.65 times as fast with its
-    launches) and for many unequal ones, which need a large workspace.
+    the better choice, as for short segments (with launches, cuDNN has 0.65 of the speed: pytorch/pytorch pull request
+    191576) and for many unequal ones.
     """
-    if not lengths:
-        return ()
-    pack = Call.ragged(sum(lengths), len(lengths), max(lengths))
+    pack = Call.ragged(sum(lengths), len(lengths), max(lengths, default=0))
     calls = (pack,) if form == "ragged" else tuple(map(Call.dense, lengths))
     fits = form == "dense" or pack.segments * pack.longest <= WORKSPACE_ROWS * pack.tokens
     flop = 2 * heads * head_dim * sum(n * n for n in lengths)
@@ -122,10 +109,10 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, offsets: Tensor | None, operators: Operators
     ) -> Tensor:
         ctx.call, ctx.operator = call, operators[1]
-        # No bias, all logsumexps, no dropout, a causal mask, no debug mask. These are positional in all versions.
-        sizes, options = (offsets, offsets, call.longest, call.longest), (True, 0.0, True, False)
+        # No bias, logsumexps, no dropout, a causal mask, no debug mask.
+        sizes, options = (None, offsets, offsets, call.longest, call.longest), (True, 0.0, True, False)
         padded = (_padded(x, call) for x in (q, k, v))
-        out, lse, *_, seed, offset, _ = operators[0](*padded, None, *sizes, *options, scale=q.shape[2] ** -0.5)
+        out, lse, *_, seed, offset, _ = operators[0](*padded, *sizes, *options, scale=q.shape[2] ** -0.5)
         out = _cropped(out, call, len(q))
         if call.tokens > len(q):  # A view would keep the padding alive.
             out = out.clone(memory_format=torch.contiguous_format)
@@ -135,11 +122,10 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, out, *stored, offsets = ctx.saved_tensors
-        call: Call = ctx.call
-        sizes = (offsets, offsets, call.longest, call.longest)
+        (q, k, v, out, *stored, offsets), call = ctx.saved_tensors, ctx.call
+        sizes, options = (None, offsets, offsets, call.longest, call.longest), (0.0, True)
         padded = (_padded(x, call) for x in (grad, q, k, v, out))
-        grads = ctx.operator(*padded, *stored, None, *sizes, 0.0, True, scale=q.shape[2] ** -0.5)
+        grads = ctx.operator(*padded, *stored, *sizes, *options, scale=q.shape[2] ** -0.5)
         return *(_cropped(x, call, len(q)) for x in grads), None, None, None
 
 

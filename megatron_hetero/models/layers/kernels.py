@@ -22,7 +22,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Collection
 from functools import lru_cache, partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -39,10 +39,8 @@ FLASH_CAPABILITY = (8, 0)
 FLASH_HEAD_DIM = 256
 FLASH_HEAD_MULTIPLE = 8
 HOPPER = 9
-# The limit of cuDNN's backward pass on Hopper, and the oldest cuDNN that PyTorch uses for packs (torch/nn/attention/
-# varlen.py at v2.15). Smaller heads have not been compared with FlashAttention-2.
-CUDNN_HEAD_DIMS = range(64, 129, FLASH_HEAD_MULTIPLE)
-CUDNN_VERSION = 91800
+# PyTorch's limits for cuDNN on Hopper (torch/nn/attention/varlen.py at v2.15), without smaller heads.
+CUDNN_HEAD_DIMS, CUDNN_VERSION = range(64, 129, FLASH_HEAD_MULTIPLE), 91800
 
 KernelName = Literal["flash_attn_3", "cudnn", "flash_attn", "torch_flash", "bucketed"]
 PACKAGES = {"flash_attn_3": FLASH_ATTN_3, "flash_attn": FLASH_ATTN}
@@ -59,23 +57,17 @@ class Kernel(Protocol):
 
 
 def choose_kernel(
-    device: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    capability: tuple[int, int],
-    installed: Collection[str],
-    cudnn: Form | None = None,
+    device: str, dtype: torch.dtype, head_dim: int, capability: tuple[int, int], installed: Collection[str]
 ) -> KernelName:
-    """Return the kernel for a GPU of CUDA `capability` or another device. `installed`: names of usable packages;
-    `cudnn`: how cuDNN computes attention, if it does. cuDNN is faster than FlashAttention-2 on Hopper, but slower on
-    Ampere (huggingface/transformers pull request 48163).
+    """Return the kernel for a GPU of CUDA `capability` or another device. `installed`: names of usable packages, and
+    `cudnn` if usable. cuDNN is ahead of FlashAttention-2 on Hopper alone (huggingface/transformers pull request 48163).
     """
     fits = head_dim <= FLASH_HEAD_DIM and head_dim % FLASH_HEAD_MULTIPLE == 0
     if not fits or device != "cuda" or dtype not in HALF or capability < FLASH_CAPABILITY:
         return "bucketed"
     if "flash_attn_3" in installed and capability[0] == HOPPER:
         return "flash_attn_3"
-    if cudnn and capability[0] == HOPPER and head_dim in CUDNN_HEAD_DIMS:
+    if "cudnn" in installed and capability[0] == HOPPER and head_dim in CUDNN_HEAD_DIMS:
         return "cudnn"
     return "flash_attn" if "flash_attn" in installed else "torch_flash"
 
@@ -86,9 +78,10 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int, cudnn: b
     if device.type != "cuda":
         return bucketed
     installed = [name for name, package in PACKAGES.items() if not unusable(package, find(package))]
-    form = cudnn_support(device).form if cudnn else None
-    name = choose_kernel(device.type, dtype, head_dim, cuda_capability(device), installed, form)
-    if form and name == "cudnn":
+    form = cudnn_support(device)[0] if cudnn else None
+    installed += [] if form is None else ["cudnn"]
+    name = choose_kernel(device.type, dtype, head_dim, cuda_capability(device), installed)
+    if name == "cudnn":
         return partial(cudnn_or, form=form, other=kernel_for(device, dtype, head_dim, cudnn=False))
     if name in PACKAGES:
         function: Any = importlib.import_module(PACKAGES[name].module).flash_attn_varlen_func
@@ -101,35 +94,28 @@ def cuda_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else FLASH_CAPABILITY
 
 
-class CudnnSupport(NamedTuple):
-    """How cuDNN computes attention on a GPU, if it does, and a `notice` about it for the log."""
-
-    form: Form | None
-    notice: str
-
-
 @lru_cache
-def cudnn_support(device: torch.device) -> CudnnSupport:
-    """Return whether cuDNN computes attention on this device, after comparing it with PyTorch on a small pack."""
-    if not torch.cuda.is_available() or cuda_capability(device)[0] != HOPPER:
-        return CudnnSupport(None, "")
+def cudnn_support(device: torch.device) -> tuple[Form | None, str]:
+    """Return how cuDNN computes attention on this device, if it does, and a notice about it for the log."""
+    if device.type != "cuda" or cuda_capability(device)[0] != HOPPER:
+        return None, ""
     version = torch.backends.cudnn.version() or 0
-    # The version of PyTorch that caches the plans of ragged calls is the one that has this argument.
+    # This argument is as old as the cache for plans of ragged calls.
     schema = torch.ops.aten._cudnn_attention_forward.default._schema
     form: Form = "ragged" if any(each.name == "seqused_k" for each in schema.arguments) else "dense"
     problem = cudnn_problem(form, device) if version >= CUDNN_VERSION else f"{CUDNN_VERSION} or newer works"
     if problem:
-        return CudnnSupport(None, f"cuDNN {version} is not used for attention ({problem}): FlashAttention is used.")
-    return CudnnSupport(form, f"cuDNN {version} is used for causal attention of long segments ({form} calls).")
+        return None, f"cuDNN {version} is not used for attention ({problem}): FlashAttention is used instead."
+    return form, f"cuDNN {version} is used for causal attention of long segments ({form} calls)."
 
 
 def cudnn_problem(form: Form, device: torch.device, attend: Callable[..., Tensor] = attend) -> str:
-    """Return why cuDNN's attention is not usable: an error, or results that differ from attention in fp32."""
+    """Compute a small pack. Return why cuDNN is not usable: an error, or results that differ from those in fp32."""
     lengths, generator = (200, 57), torch.Generator().manual_seed(0)
     calls = (Call.ragged(257, 2, 200),) if form == "ragged" else tuple(map(Call.dense, lengths))
-    segments = PackedSegments.of(lengths, device)
     drawn = (torch.randn(257, heads, 128, generator=generator) for heads in (4, 2, 2, 4))
     *inputs, grad = (x.to(device, torch.bfloat16).requires_grad_() for x in drawn)
+    segments = PackedSegments.of(lengths, device)
     try:
         with torch.enable_grad():
             outs = attend(*inputs, segments, calls), bucketed(*(x.float() for x in inputs), segments, causal=True)
@@ -138,25 +124,23 @@ def cudnn_problem(form: Form, device: torch.device, attend: Callable[..., Tensor
         return f"{error}".splitlines()[0]
     errors = [float((x - y).float().norm() / y.float().norm()) for x, y in zip(ours, exact, strict=True)]
     # Half precision rounds by 0.4 %. Comparisons with NaN are false.
-    return "" if all(error < 0.02 for error in errors) else f"it is wrong by {max(errors):.1%}"
+    return "" if all(error < 0.02 for error in errors) else f"its results differ by {max(errors):.1%}"
 
 
 def cudnn_or(
     q_nHD: Tensor, k_KhD: Tensor, v_KhD: Tensor, segments: PackedSegments, *, causal: bool, form: Form, other: Kernel
 ) -> Tensor:
-    """Compute attention by cuDNN if it is the better choice: for causal segments with as many queries as keys, as its
-    mask is aligned at the first of both (not under `cp`), if they are long (`calls_for`), unless deterministic
-    algorithms are requested. Else compute it by the kernel `other`.
+    """Compute attention by cuDNN if segments are long (`calls_for`), causal and with as many queries as keys (cuDNN
+    aligns the first of both, so not under `cp`), and deterministic algorithms are not requested; else by `other`.
 
-    Attention that is not causal is left to FlashAttention-2: windows are short, full attention of an encoder is less
-    than 1 % of a step, and cuDNN before 9.26 has wrong gradients for some lengths of it (sdp_utils.cpp at v2.15).
+    Encoders' attention is left to `other`: windows are short, full attention is less than 1 % of a step, and without a
+    causal mask cuDNN before 9.26 has wrong gradients for some lengths (sdp_utils.cpp of PyTorch at v2.15).
     """
-    lengths, calls = segments.segments.queries, ()
-    if causal and lengths == segments.segments.keys and not torch.are_deterministic_algorithms_enabled():
-        calls = calls_for(form, lengths, *q_nHD.shape[1:])
-    if not calls:
-        return other(q_nHD, k_KhD, v_KhD, segments, causal=causal)
-    return attend(q_nHD, k_KhD, v_KhD, segments, calls)
+    lengths, keys = segments.segments.queries, segments.segments.keys
+    if causal and lengths == keys and not torch.are_deterministic_algorithms_enabled():
+        if calls := calls_for(form, lengths, *q_nHD.shape[1:]):
+            return attend(q_nHD, k_KhD, v_KhD, segments, calls)
+    return other(q_nHD, k_KhD, v_KhD, segments, causal=causal)
 
 
 def torch_flash(
