@@ -221,15 +221,16 @@ def flash_workspace(queries: int, keys: int, segments: int, heads: int, kv_heads
 def cudnn_workspace(
     queries: int, keys: int, segments: int, heads: int, kv_heads: int, head_dim: int, longest: int
 ) -> int:
-    """Return the maximum of bytes that a backward pass of `cudnn_attention` allocates: padded inputs, fp32 sums of
-    query gradients, one number per query and head, and, if heads share keys and values, their half-precision gradients
-    per head (`CompositeSDPABackwardNode` in cudnn-frontend's scaled_dot_product_flash_attention.h).
+    """Return the maximum of bytes that a backward pass of `cudnn_attention` allocates: padded inputs, padding of the
+    results, fp32 sums of query gradients, one number per query and head, and, if heads share keys and values, their
+    half-precision gradients per head (`CompositeSDPABackwardNode` in scaled_dot_product_flash_attention.h of
+    cudnn-frontend).
     """
     call = Call.ragged(queries, segments, longest)
     rows = call.segments * call.longest
     if queries != keys or rows > WORKSPACE_ROWS * call.tokens:  # cuDNN does not compute the pack.
         return 0
-    padded = 2 * call.tokens * (3 * heads + 2 * kv_heads) * head_dim
+    padded = 2 * head_dim * (4 * call.tokens * (heads + kv_heads) - queries * (heads + 2 * kv_heads))
     return padded + rows * heads * (FP32 * (head_dim + 1) + 2 * 2 * head_dim * (heads != kv_heads))
 
 

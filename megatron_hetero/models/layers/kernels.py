@@ -136,10 +136,10 @@ def cudnn_or(
     Encoders' attention is left to `other`: windows are short, full attention is less than 1 % of a step, and without a
     causal mask cuDNN before 9.26 has wrong gradients for some lengths (sdp_utils.cpp of PyTorch at v2.15).
     """
-    lengths, keys = segments.segments.queries, segments.segments.keys
-    if causal and lengths == keys and not torch.are_deterministic_algorithms_enabled():
-        if calls := calls_for(form, lengths, *q_nHD.shape[1:]):
-            return attend(q_nHD, k_KhD, v_KhD, segments, calls)
+    lengths, fits = segments.segments.queries, causal and not torch.are_deterministic_algorithms_enabled()
+    fits = fits and lengths == segments.segments.keys
+    if fits and (calls := calls_for(form, lengths, *q_nHD.shape[1:])):
+        return attend(q_nHD, k_KhD, v_KhD, segments, calls)
     return other(q_nHD, k_KhD, v_KhD, segments, causal=causal)
 
 
