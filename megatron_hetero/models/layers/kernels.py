@@ -81,7 +81,7 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int, cudnn: b
     form = cudnn_support(device)[0] if cudnn else None
     installed += [] if form is None else ["cudnn"]
     name = choose_kernel(device.type, dtype, head_dim, cuda_capability(device), installed)
-    if name == "cudnn":
+    if form is not None and name == "cudnn":
         return partial(cudnn_or, form=form, other=kernel_for(device, dtype, head_dim, cudnn=False))
     if name in PACKAGES:
         function: Any = importlib.import_module(PACKAGES[name].module).flash_attn_varlen_func
@@ -114,12 +114,12 @@ def cudnn_problem(form: Form, device: torch.device, attend: Callable[..., Tensor
     lengths, generator = (200, 57), torch.Generator().manual_seed(0)
     calls = (Call.ragged(257, 2, 200),) if form == "ragged" else tuple(map(Call.dense, lengths))
     drawn = (torch.randn(257, heads, 128, generator=generator) for heads in (4, 2, 2, 4))
-    *inputs, grad = (x.to(device, torch.bfloat16).requires_grad_() for x in drawn)
+    q, k, v, grad = (x.to(device, torch.bfloat16).requires_grad_() for x in drawn)
     segments = PackedSegments.of(lengths, device)
     try:
         with torch.enable_grad():
-            outs = attend(*inputs, segments, calls), bucketed(*(x.float() for x in inputs), segments, causal=True)
-            ours, exact = ((out.detach(), *torch.autograd.grad(out, inputs, grad.to(out.dtype))) for out in outs)
+            outs = attend(q, k, v, segments, calls), bucketed(q.float(), k.float(), v.float(), segments, causal=True)
+            ours, exact = ((out.detach(), *torch.autograd.grad(out, (q, k, v), grad.to(out.dtype))) for out in outs)
     except RuntimeError as error:
         return f"{error}".splitlines()[0]
     errors = [float((x - y).float().norm() / y.float().norm()) for x, y in zip(ours, exact, strict=True)]

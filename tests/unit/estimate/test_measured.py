@@ -145,19 +145,20 @@ def test_the_plan_has_room_for_attention_by_cudnn() -> None:
     def taken(kernel: Callable[..., Tensor]) -> SubmoduleBytes:
         def run(given: Tensor) -> list[Tensor]:
             parts = given.split([n * dim for n in (heads, kv_heads, kv_heads)], dim=1)
-            return [kernel(*(x.contiguous().unflatten(1, (-1, dim)) for x in parts))]
+            q, k, v = (x.contiguous().unflatten(1, (-1, dim)) for x in parts)
+            return [kernel(q, k, v)]
 
         given = torch.empty(8208, (heads + 2 * kv_heads) * dim, dtype=torch.bfloat16, device=META, requires_grad=True)
         return Memory(gpu=True).measure(run, given, {})
 
-    flash = taken(lambda *given: torch_flash(*given, segments, causal=True))
+    flash = taken(lambda q, k, v: torch_flash(q, k, v, segments, causal=True))
     operators: Any = (
         (lambda *given, **_: CUDNN[torch.ops.aten._cudnn_attention_forward](*given)),
         (lambda *given, **_: backward(*given)),
     )
     for form, least in (("ragged", 0.99), ("dense", 0.5)):
         calls = calls_for(form, lengths, heads, dim)
-        cudnn = taken(lambda *given, calls=calls: attend(*given, segments, calls, operators))
+        cudnn = taken(lambda q, k, v, calls=calls: attend(q, k, v, segments, calls, operators))
         assert cudnn.saved == pytest.approx(flash.saved, rel=0.02)
         assert least * flash.backward < cudnn.backward <= flash.backward
     sizes = 8208, 8208, 2, heads, kv_heads, dim

@@ -20,6 +20,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from megatron_hetero.layout.context import AttentionSegments, contiguous_segments, zigzag_segments
 from megatron_hetero.models.layers import kernels
@@ -165,12 +166,13 @@ def test_a_cpu_takes_the_buckets() -> None:
 def by_cudnn(form: Form, operators: Operators | None = None) -> Kernel:
     """cuDNN for what it can compute, be it as short as it may; the buckets for the rest."""
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, segments: PackedSegments, *, causal: bool) -> Tensor:
+    def kernel(q_nHD: Tensor, k_KhD: Tensor, v_KhD: Tensor, segments: PackedSegments, *, causal: bool) -> Tensor:
         lengths = segments.segments.queries
         if not causal or lengths != segments.segments.keys:
-            return bucketed(q, k, v, segments, causal=causal)
-        ragged = (Call.ragged(sum(lengths), len(lengths), max(lengths)),)
-        return attend(q, k, v, segments, ragged if form == "ragged" else list(map(Call.dense, lengths)), operators)
+            return bucketed(q_nHD, k_KhD, v_KhD, segments, causal=causal)
+        ragged = [Call.ragged(sum(lengths), len(lengths), max(lengths))]
+        calls = ragged if form == "ragged" else list(map(Call.dense, lengths))
+        return attend(q_nHD, k_KhD, v_KhD, segments, calls, operators)
 
     return kernel
 
@@ -315,7 +317,7 @@ def test_cudnn_saves_what_has_no_padding(form: Form) -> None:
     storages = {x.untyped_storage().data_ptr() for x in saved}
     assert {x.untyped_storage().data_ptr() for x in inputs} <= storages
     gradients = torch.autograd.grad(out.sum(), inputs)
-    again: Any = torch.utils.checkpoint.checkpoint(kernel, q, k, v, use_reentrant=False)
+    again: Any = checkpoint(kernel, q, k, v, use_reentrant=False)
     torch.testing.assert_close(torch.autograd.grad(again.sum(), inputs), gradients)
     with torch.no_grad():
         torch.testing.assert_close(kernel(*inputs), out)
@@ -360,7 +362,7 @@ def test_one_line_says_whether_cudnn_is_used(version: int | None, found: str, mo
     for cached in (cudnn_support, kernel_for):
         monkeypatch.setattr(kernels, cached.__name__, cached.__wrapped__)
     form, notice = kernels.cudnn_support(device)
-    chosen = kernels.kernel_for(device, torch.bfloat16, 128)
+    chosen: Any = kernels.kernel_for(device, torch.bfloat16, 128)
     assert isinstance(chosen, partial) == (form is not None) == (version == 91900)
     if form is None:
         assert (
