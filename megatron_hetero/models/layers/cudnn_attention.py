@@ -78,6 +78,7 @@ def calls_for(form: Form, lengths: tuple[int, ...], heads: int, head_dim: int) -
     pack = Call.ragged(sum(lengths), len(lengths), max(lengths, default=0))
     calls = (pack,) if form == "ragged" else tuple(map(Call.dense, lengths))
     fits = form == "dense" or pack.segments * pack.longest <= WORKSPACE_ROWS * pack.tokens
+    fits = fits and pack.tokens * heads * head_dim < 2**31  # Offsets of elements have 32 bits.
     flop = 2 * heads * head_dim * sum(n * n for n in lengths)
     return calls if fits and flop >= LEAST_FLOP * len(calls) else ()
 
