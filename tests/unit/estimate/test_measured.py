@@ -20,6 +20,7 @@ from megatron_hetero.data.token_shards import SequenceShard
 from megatron_hetero.estimate import measured
 from megatron_hetero.estimate.allocations import META, Memory, SubmoduleBytes, cudnn_workspace, flash_workspace
 from megatron_hetero.estimate.measured import FIRST, LAST, Measured, Submodule, measure
+from megatron_hetero.groups.megatron import without_processes
 from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.context import AttentionSegments
 from megatron_hetero.models.layers.attention import PackedSelfAttention
@@ -170,7 +171,8 @@ def test_the_plan_has_room_for_attention_by_cudnn() -> None:
 
 def test_attention_by_cudnn_can_be_switched_off(make: Make) -> None:
     for more, allowed in (("", True), ("--model.attention flash", False)):
-        built = measured._built(make("qwen2_5_vl", more=more), Submodule("layer", 0))
+        with without_processes(META):
+            built = measured._built(make("qwen2_5_vl", more=more), Submodule("layer", 0))
         assert [m.core_attention.cudnn for m in built.modules() if isinstance(m, PackedSelfAttention)] == [allowed]
 
 
