@@ -25,7 +25,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -133,7 +132,8 @@ class _Attention(torch.autograd.Function):
 def _padded(x_nHD: Tensor, call: Call) -> Tensor:
     """Add zeros up to the tokens of the call: [tokens, H, D], or [1, H, tokens, D] in the same layout if dense."""
     padding = call.tokens - len(x_nHD)
-    x = F.pad(x_nHD, (0, 0, 0, 0, 0, padding)) if padding else x_nHD.contiguous()
+    # `F.pad` would write all elements twice.
+    x = torch.cat((x_nHD, x_nHD.new_zeros(padding, *x_nHD.shape[1:]))) if padding else x_nHD.contiguous()
     return x if call.form == "ragged" else x.unsqueeze(0).transpose(1, 2)
 
 
