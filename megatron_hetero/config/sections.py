@@ -51,6 +51,9 @@ class ModelConfig(Section):
         "Layers: PyTorch, Transformer Engine, or auto (Transformer Engine if installed, without model.compile "
         "and tp_overlap).",
     )
+    attention: Literal["auto", "flash"] = option(
+        "auto", "Kernels of attention: auto (the fastest, on Hopper also cuDNN's), or flash (FlashAttention alone)."
+    )
     compile: Literal["none", "layers"] = option(
         "none",
         "Compile (torch.compile) what layers compute between matrix products, attention and communication.",

@@ -4,7 +4,7 @@ storage.
 Autograd's hooks report saved tensors, and a dispatch mode reports every allocation and its end. Kernels that do not run
 on `meta`, or run slowly there, have substitutes that use the same memory:
 
-  * FlashAttention's backward pass allocates a workspace (`flash_workspace`);
+  * the backward pass of attention allocates a workspace (`flash_workspace`, `cudnn_workspace`);
   * a compiled function allocates only its results and saved tensors (`Memory.run_compiled`);
   * the gated delta rule runs block by block and saves the state between blocks. Of successive blocks with equal sizes
     only the first is run; for the others only the states are allocated (`measured_rule`). On a GPU the memory is that
@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_hetero.models.layers.chunks import BLOCK, Chunks, TokenBlock, blocks_of, chunk_length
+from megatron_hetero.models.layers.cudnn_attention import WORKSPACE_ROWS, Call
 from megatron_hetero.models.layers.delta_rule import delta_rule
 from megatron_hetero.models.layers.offload import OffloadSizes
 from megatron_hetero.models.layers.sequences import Sequences
@@ -79,7 +80,8 @@ class Memory(TorchDispatchMode):
         self._record(out, args, kwargs)
         if func is torch.ops.aten._flash_attention_backward.default:
             query, key, ends = args[1], args[2], args[6]
-            work = flash_workspace(len(query), len(key), len(ends) - 1, query.shape[1], key.shape[1], query.shape[2])
+            sizes = len(query), len(key), len(ends) - 1, query.shape[1], key.shape[1], query.shape[2]
+            work = max(flash_workspace(*sizes), args[11] and cudnn_workspace(*sizes, args[8]))
             self.peak = max(self.peak, self.live + work)
         return out
 
@@ -214,6 +216,22 @@ def flash_workspace(queries: int, keys: int, segments: int, heads: int, kv_heads
     """
     sums = FP32 * (queries + 128 * segments) * heads * (-(-head_dim // 32) * 32 + 1)
     return sums + 2 * 2 * keys * heads * head_dim * (heads != kv_heads)
+
+
+def cudnn_workspace(
+    queries: int, keys: int, segments: int, heads: int, kv_heads: int, head_dim: int, longest: int
+) -> int:
+    """Return the maximum of bytes that a backward pass of `cudnn_attention` allocates: padded inputs, padding of the
+    results, fp32 sums of query gradients, one number per query and head, and, if heads share keys and values, their
+    half-precision gradients per head (`CompositeSDPABackwardNode` in scaled_dot_product_flash_attention.h of
+    cudnn-frontend).
+    """
+    call = Call.ragged(queries, segments, longest)
+    rows = call.segments * call.longest
+    if queries != keys or rows > WORKSPACE_ROWS * call.tokens:  # cuDNN does not compute the pack.
+        return 0
+    padded = 2 * head_dim * (4 * call.tokens * (heads + kv_heads) - queries * (heads + 2 * kv_heads))
+    return padded + rows * heads * (FP32 * (head_dim + 1) + 2 * 2 * head_dim * (heads != kv_heads))
 
 
 def measured_rule(device: str) -> Callable[..., Tensor]:

@@ -62,6 +62,7 @@ class ModuleJob:
     dtype: torch.dtype
     backend: str = "torch"
     compiled: bool = False
+    cudnn: bool = True
     optimizer: OptimizerKind = OPTIMIZERS["adamw"]
 
     @classmethod
@@ -82,6 +83,7 @@ class ModuleJob:
             dtype=DTYPES[config.model.dtype],
             backend=config.layer_backend,
             compiled=config.model.compile == "layers",
+            cudnn=config.model.attention == "auto",
             optimizer=OPTIMIZERS[config.optimizer.name],
         )
         module._check_encoder()
@@ -131,7 +133,8 @@ class ModuleJob:
 
     def site(self, groups: ModuleGroups, platform: Platform, backend: Backend) -> Site:
         """Return the `Site` with which a rank builds the module: its groups, platform, backend and settings."""
-        return Site(groups, platform, backend, self.dtype, self.sequence_parallel, self.recompute, self.compiled)
+        options = (self.sequence_parallel, self.recompute, self.compiled, self.cudnn)
+        return Site(groups, platform, backend, self.dtype, *options)
 
     def model(self, site: Site, stage: PipelineStage, offload: ActivationOffload | None = None) -> Any:
         """Return the torch module of a stage, with uninitialized weights. `offload`: offloads activations of layers."""

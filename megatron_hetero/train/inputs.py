@@ -31,6 +31,7 @@ from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.adapters import lora_of
+from megatron_hetero.models.layers.kernels import cudnn_support
 from megatron_hetero.models.layers.packages import package_facts
 from megatron_hetero.models.weights import companions_of, open_encoders, open_modules
 from megatron_hetero.train.hf_export import require_exportable
@@ -131,6 +132,7 @@ def _settings_and_versions(config: Config, platform: Platform) -> dict[str, str]
         "version of python": python.python_version(),
         **{f"version of {name}": _version(name) for name in PACKAGES},
         **package_facts(platform),
+        "attention by cuDNN": cudnn_support(platform.device)[1],
         "kind of device": platform.device.type,
     }
 

@@ -24,6 +24,7 @@ from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.adapters import adapters_text
 from megatron_hetero.models.layers.backend import backend_notices
 from megatron_hetero.models.layers.compiled import require_compiler
+from megatron_hetero.models.layers.kernels import cudnn_support
 from megatron_hetero.models.weights import own_projectors, tensors_by_subset
 from megatron_hetero.schedule.contract import ModuleOnRank
 from megatron_hetero.step.algorithms import SGD, AdamW, Algorithm
@@ -114,6 +115,7 @@ def resume_run(trainer: Trainer, inputs: Inputs) -> tuple[Resumed, Writer, Saver
     config, topology, watchdog = trainer.job.config, trainer.topology, trainer.topology.watchdog
     if topology.rank == FIRST:
         notices = backend_notices(config.layer_backend, topology.platform)
+        notices += [cudnn_support(topology.platform.device)[1]] if config.model.attention == "auto" else []
         notices += [trainer.job.folders.notice, inputs.source.notice if inputs.source else ""]
         notices += adapters_text(trainer.job.shapes)
         for notice in filter(None, [*notices, *_unread(inputs), inputs.processor.advice]):

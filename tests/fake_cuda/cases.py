@@ -162,6 +162,10 @@ CASES = (
     few("7b", "sp:8", "tp:4,dp:2", 8, 0, LORA),
     few("7b", "dp:1", "dp:1", 1, 0, f"--text-lora.r 16 --model.freeze vision projector {RECOMPUTED}"),
     sparse("sp:8", "tp:4,dp:2,ep:8", 8, 0, f"{EVEN} {RECOMPUTED} {LORA} --train.global_batch_size 4"),
+    few("7b", "sp:8", "tp:4,dp:2", 8, 0, packages=("cudnn ragged",)),
+    few("7b", "sp:8", "tp:4,dp:2", 8, 0, f"{RECOMPUTED} {OFFLOADED}", packages=("cudnn dense",)),
+    few("8b", "sp:8", "tp:4,dp:2", 8, 0, f"{SELECTIVE} {PACKED}", "qwen3_vl", packages=("cudnn ragged",)),
+    few("32b", "sp:8", "sp:8", 8, 0, f"{SELECTIVE} {PACKED}", packages=("cudnn dense",)),
 )
 IN_OTHERS = 0, 1, 2, 7, 19, 25, 27, 30, 31, 32
 """Shallow ones of which others have everything beside something else."""

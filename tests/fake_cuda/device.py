@@ -244,12 +244,14 @@ class _Dispatch(TorchDispatchMode):
         if read is not None:
             return read[0]
         self._check(func, args, kwargs, inputs, on_gpu)
-        out = func(*args, **kwargs)
+        out = CUDNN[packet](*args) if packet in CUDNN else func(*args, **kwargs)
         if self.gpu.inside and packet is aten.copy_:
             self.gpu.written.append(out)
         self._account(packet, out)
         if packet is aten._flash_attention_backward:
             self.gpu.works_in(_flash_workspace(args[1], args[2], args[6]))
+        if packet is aten._cudnn_attention_backward:
+            self.gpu.works_in(_cudnn_workspace(args[1], args[2], args[9], args[11]))
         if packet.__name__ not in NO_KERNELS and not self.gpu.inside:
             self.gpu.ran(func, args, kwargs, out)
         return out
@@ -312,6 +314,30 @@ def _flash_workspace(query: Tensor, key: Tensor, ends: Tensor) -> int:
     sums = (tokens + 128 * batch) * heads * rounded * 4 + heads * (tokens + 128 * batch) * 4
     expanded = 2 * len(key) * heads * dim * key.itemsize if heads != key.shape[1] else 0
     return sums + expanded
+
+
+def _cudnn_workspace(query: Tensor, key: Tensor, ends: Tensor | None, longest: int) -> int:
+    """What cuDNN's backward pass (`CompositeSDPABackwardNode` of cudnn-frontend) allocates and frees: `dQ_accum` and
+    `softmax_sum` in fp32, and `dK_fullhead` and `dV_fullhead`, each of as many rows as segments of the longest length.
+    """
+    heads, of_keys = (x.shape[1] for x in (query, key))  # [T, H, D], or [B, H, S, D]
+    rows = (len(query) if ends is None else len(ends) - 1) * longest * heads
+    return rows * (4 * (query.shape[-1] + 1) + (2 * query.itemsize * query.shape[-1] if heads != of_keys else 0))
+
+
+def _cudnn_forward(query: Tensor, key: Tensor, value: Tensor, bias: None, *sizes: Any) -> tuple[Any, ...]:
+    """What `_cudnn_attention_forward` returns, which has no shapes for fake tensors."""
+    logsumexp = query.new_empty(query.shape[:-1], dtype=torch.float32)
+    seed, offset = (torch.empty((), dtype=torch.int64, device=query.device) for _ in range(2))
+    return torch.empty_like(query), logsumexp, *sizes[:4], seed, offset, None
+
+
+def _cudnn_backward(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    """Likewise, of the backward pass: the gradients of queries, keys and values."""
+    return tuple(torch.empty_like(x) for x in inputs[:3])
+
+
+CUDNN = {aten._cudnn_attention_forward: _cudnn_forward, aten._cudnn_attention_backward: _cudnn_backward}
 
 
 def _is_masked(packet: Any, args: Any) -> bool:

@@ -1,5 +1,5 @@
 """Optional packages for gated delta nets on the GPU that computes nothing: how many kernels they launch and what memory
-these take.
+these take. Besides, attention by cuDNN, which is in torch for CUDA.
 
 `chunk_gated_delta_rule` of fla-core 0.6 (fla/ops/gated_delta_rule/chunk.py), and `causal_conv1d_fn` of
 causal-conv1d 1.6 (csrc/causal_conv1d.cpp).
@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megatron_hetero.models.layers import delta_kernels
+from megatron_hetero.models.layers import delta_kernels, kernels
 from megatron_hetero.models.layers.packages import FLA
 from tests.fake_cuda.device import FakeGpu
 
@@ -26,15 +26,23 @@ CHUNK = 64
 
 @contextlib.contextmanager
 def installed(gpu: FakeGpu, modules: Collection[str]) -> Iterator[None]:
-    """Inside, the packages with these modules are installed."""
-    choices = delta_kernels.rule_for, delta_kernels.convolution_for
+    """Inside, the packages with these modules are installed; "cudnn ragged" and "cudnn dense": a form of attention."""
+    choices = delta_kernels.rule_for, delta_kernels.convolution_for, kernels.kernel_for
+    form = next((module.split()[1] for module in modules if module.startswith("cudnn ")), None)
+    of_cudnn = {
+        "cudnn_support": lambda _: (form, ""),
+        "cuda_capability": lambda _: gpu.capability,
+    }
 
     def function(package: Any) -> Any:
         return rule_of(gpu) if package is FLA else _convolution(gpu)
 
     for choice in choices:
         choice.cache_clear()
-    with mock.patch.multiple(delta_kernels, _installed=lambda _: list(modules), _function=function):
+    with (
+        mock.patch.multiple(delta_kernels, _installed=lambda _: list(modules), _function=function),
+        mock.patch.multiple(kernels, **of_cudnn) if form else contextlib.nullcontext(),
+    ):
         yield
     for choice in choices:
         choice.cache_clear()

@@ -223,7 +223,7 @@ class TorchAttention(torch.nn.Module):
     ):
         super().__init__()
         self.causal = "causal" in attn_mask_type.name
-        self.kernel = kernel
+        self.kernel, self.cudnn = kernel, True
 
     def forward(
         self,
@@ -236,7 +236,7 @@ class TorchAttention(torch.nn.Module):
         **_: Any,
     ) -> Tensor:
         """Compute attention inside each segment of `packed_seq_params` and return [n, H * D]."""
-        kernel = self.kernel or kernel_for(q_nHD.device, q_nHD.dtype, q_nHD.shape[2])
+        kernel = self.kernel or kernel_for(q_nHD.device, q_nHD.dtype, q_nHD.shape[2], self.cudnn)
         return kernel(q_nHD, k_KHD, v_KHD, packed_seq_params, causal=self.causal).flatten(1)
 
 
@@ -315,6 +315,7 @@ class PackedSelfAttention(TokenMixer):
             # Core attention receives all keys that its queries see, so it needs no context parallelism.
             pg_collection=_without_context(groups),
         )
+        self.core_attention.cudnn = site.cudnn
         queries, keys = part.heads * part.head_dim, kv_heads * part.head_dim
         # Number of gate elements per group; they come last in the projection of the group.
         self.gates = queries // kv_heads if part.gated else 0

@@ -109,6 +109,7 @@ class Site:
         sequence_parallel: whether activations between layers are split over tp if tp > 1.
         recompute: what the backward pass recomputes.
         compile_layers: whether operations between matrix products and attention are compiled.
+        cudnn: whether attention may be computed by cuDNN.
     """
 
     groups: ModuleGroups
@@ -118,6 +119,7 @@ class Site:
     sequence_parallel: bool
     recompute: Recompute = NO_RECOMPUTE
     compile_layers: bool = False
+    cudnn: bool = True
 
     @property
     def tp(self) -> int:

@@ -111,7 +111,7 @@ class PackedSegments(PackedSeqParams):
 
     Like Megatron's `PackedSeqParams` it has the offsets of queries and keys, int32 [segments + 1] on the device, for
     kernels that compute all segments at once. Kernels that compute segments of one shape at a time use `buckets`,
-    `order`, `key_order` and `causal_mask`, which are computed once for all layers.
+    `order`, `key_order` and `causal_mask`, which are computed once for all layers; so is `padded_offsets`.
 
     `key_index`: int64 [K], the indices of the segments' keys in the padded gather of all `cp` members' tokens; None if
     the keys are this member's tokens in order.
@@ -120,6 +120,7 @@ class PackedSegments(PackedSeqParams):
     segments: AttentionSegments = field(default=AttentionSegments((), ()), repr=False)
     key_index: Tensor | None = None
     _masks: dict[ShapeBucket, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    _offsets: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> PackedSegments:
@@ -167,6 +168,13 @@ class PackedSegments(PackedSeqParams):
             everything = torch.ones(bucket.queries, bucket.keys, dtype=torch.bool, device=self.cu_seqlens_q.device)
             self._masks[bucket] = everything.tril_(bucket.keys - bucket.queries)
         return self._masks[bucket]
+
+    def padded_offsets(self, segments: int) -> Tensor:
+        """Return the offsets of queries, int32 [segments + 1], after adding empty segments at the end."""
+        if segments not in self._offsets:
+            lengths, device = self.segments.queries, self.cu_seqlens_q.device
+            self._offsets[segments] = _cumulated((*lengths, *[0] * (segments - len(lengths))), device)
+        return self._offsets[segments]
 
     @cached_property
     def _shapes(self) -> dict[tuple[int, int], int]:

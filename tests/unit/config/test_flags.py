@@ -10,7 +10,7 @@ from tests.support.flag_table import flag_table_markdown
 
 FIELDS = """
 model.hf_path model.hf_path_vision model.fresh_projector model.dtype
-model.freeze model.train model.router_aux_loss_coef model.backend model.compile
+model.freeze model.train model.router_aux_loss_coef model.backend model.attention model.compile
 MODULE-parallel MODULE-layers MODULE-sequence_parallel MODULE-zero MODULE-recompute MODULE-chunk MODULE-tp_overlap
 MODULE-patches_per_call MODULE-precision.master MODULE-precision.moments MODULE-precision.gradients MODULE-lr
 MODULE-offload.states MODULE-offload.activations MODULE-hf_path MODULE-token MODULE-min_pixels MODULE-max_pixels

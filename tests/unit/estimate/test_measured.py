@@ -7,19 +7,27 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.data.token_shards import SequenceShard
 from megatron_hetero.estimate import measured
-from megatron_hetero.estimate.allocations import flash_workspace
+from megatron_hetero.estimate.allocations import META, Memory, SubmoduleBytes, cudnn_workspace, flash_workspace
 from megatron_hetero.estimate.measured import FIRST, LAST, Measured, Submodule, measure
+from megatron_hetero.groups.megatron import without_processes
 from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.context import AttentionSegments
+from megatron_hetero.models.layers.attention import PackedSelfAttention
+from megatron_hetero.models.layers.cudnn_attention import attend, calls_for
+from megatron_hetero.models.layers.kernels import torch_flash
+from megatron_hetero.models.layers.segments import PackedSegments
+from tests.fake_cuda.device import CUDNN, _cudnn_workspace
 
 Make = Callable[..., Measured]
 WHOLE = "--text-sequence_parallel false"
@@ -124,6 +132,48 @@ def test_the_workspace_of_attention_is_that_of_its_windows(make: Make) -> None:
     assert windowed.saved == pytest.approx(full.saved, rel=1e-3)
     more = flash_workspace(16384, 16384, 256, 16, 16, 80) - flash_workspace(16384, 16384, 1, 16, 16, 80)
     assert windowed.backward - full.backward == more > 0
+
+
+def test_the_plan_has_room_for_attention_by_cudnn() -> None:
+    """Which saves what FlashAttention-2 saves, and takes more backward: padded copies, and a larger workspace."""
+    lengths, (heads, kv_heads, dim) = (5000, 3208), (7, 1, 128)
+    segments = PackedSegments.of(lengths, META)
+
+    def backward(*given: Any) -> Any:
+        _ = torch.empty(_cudnn_workspace(given[1], given[2], given[9], given[11]), dtype=torch.uint8, device=META)
+        return CUDNN[torch.ops.aten._cudnn_attention_backward](*given)
+
+    def taken(kernel: Callable[..., Tensor]) -> SubmoduleBytes:
+        def run(given: Tensor) -> list[Tensor]:
+            parts = given.split([n * dim for n in (heads, kv_heads, kv_heads)], dim=1)
+            q, k, v = (x.contiguous().unflatten(1, (-1, dim)) for x in parts)
+            return [kernel(q, k, v)]
+
+        given = torch.empty(8208, (heads + 2 * kv_heads) * dim, dtype=torch.bfloat16, device=META, requires_grad=True)
+        return Memory(gpu=True).measure(run, given, {})
+
+    flash = taken(lambda q, k, v: torch_flash(q, k, v, segments, causal=True))
+    operators: Any = (
+        (lambda *given, **_: CUDNN[torch.ops.aten._cudnn_attention_forward](*given)),
+        (lambda *given, **_: backward(*given)),
+    )
+    for form, least in (("ragged", 0.99), ("dense", 0.5)):
+        calls = calls_for(form, lengths, heads, dim)
+        cudnn = taken(lambda q, k, v, calls=calls: attend(q, k, v, segments, calls, operators))
+        assert cudnn.saved == pytest.approx(flash.saved, rel=0.02)
+        assert least * flash.backward < cudnn.backward <= flash.backward
+    sizes = 8208, 8208, 2, heads, kv_heads, dim
+    padded = 2 * dim * (8704 * (3 * heads + 2 * kv_heads) + (8704 - 8208) * (heads + 2 * kv_heads))
+    assert cudnn_workspace(*sizes, 5000) == padded + 2 * 5120 * heads * (4 * (dim + 1) + 4 * dim)
+    assert cudnn_workspace(8208, 16384, *sizes[2:], 5000) == 0, "under cp"
+    assert cudnn_workspace(8208, 8208, 9, *sizes[3:], 5000) == 0, "unequal segments"
+
+
+def test_attention_by_cudnn_can_be_switched_off(make: Make) -> None:
+    for more, allowed in (("", True), ("--model.attention flash", False)):
+        with without_processes(META):
+            built = measured._built(make("qwen2_5_vl", more=more), Submodule("layer", 0))
+        assert [m.core_attention.cudnn for m in built.modules() if isinstance(m, PackedSelfAttention)] == [allowed]
 
 
 def test_nothing_is_left_behind(make: Make) -> None:

@@ -7,6 +7,7 @@ the checks and the results of PyTorch's operator and of flash-attn's function; t
 from __future__ import annotations
 
 from functools import partial
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,19 +20,26 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from megatron_hetero.layout.context import AttentionSegments, contiguous_segments, zigzag_segments
+from megatron_hetero.models.layers import kernels
 from megatron_hetero.models.layers.attention import TorchAttention
+from megatron_hetero.models.layers.cudnn_attention import Call, Form, Operators, attend, calls_for
 from megatron_hetero.models.layers.kernels import (
     Kernel,
     bucketed,
     choose_kernel,
     cuda_capability,
+    cudnn_or,
+    cudnn_problem,
+    cudnn_support,
     flash_attn,
     kernel_for,
     torch_flash,
 )
 from megatron_hetero.models.layers.segments import PackedSegments
+from tests.support.stand_ins import cudnn
 from tests.support.stand_ins.flash import (
     aten_flash_attention_forward,
     flash_attn_3_varlen_func,
@@ -60,6 +68,80 @@ def test_flash_attention_3_is_for_hopper() -> None:
         assert choose_kernel("cuda", torch.bfloat16, 80, capability, both[:1]) == "torch_flash"
 
 
+def test_cudnn_is_for_hopper() -> None:
+    installed = ["cudnn", "flash_attn"]
+    for dim in (64, 72, 80, 128):
+        assert choose_kernel("cuda", torch.bfloat16, dim, (9, 0), installed) == "cudnn"
+        assert choose_kernel("cuda", torch.bfloat16, dim, (9, 0), [*installed, "flash_attn_3"]) == "flash_attn_3"
+        for capability in ((8, 0), (10, 0), (12, 0)):
+            assert choose_kernel("cuda", torch.bfloat16, dim, capability, installed) == "flash_attn"
+            assert choose_kernel("cuda", torch.bfloat16, dim, capability, ["cudnn"]) == "torch_flash"
+    for dim in (56, 136, 256):
+        assert choose_kernel("cuda", torch.bfloat16, dim, (9, 0), ["cudnn"]) == "torch_flash"
+    assert choose_kernel("cuda", torch.float32, 128, (9, 0), ["cudnn"]) == "bucketed"
+
+
+PACKS: list[tuple[tuple[int, ...], tuple[int, int], int, int]] = [
+    # Lengths; heads and their size; how many ragged, and dense, calls.
+    ((8208,), (7, 128), 1, 1),  # Of 7B under tp:4.
+    ((8208,), (5, 128), 1, 1),  # Of 32B under tp:8.
+    ((8208,), (28, 128), 1, 1),
+    ((4000, 4208), (7, 128), 1, 2),
+    ((5000, 1000, 1000, 1000), (7, 128), 1, 0),  # Too little for three calls.
+    ((6000, *[100] * 20), (7, 128), 0, 0),  # Would need a workspace of 32 times 6,144 rows.
+    ((4096,) * 8, (7, 128), 1, 8),
+    ((1024,) * 8, (7, 128), 0, 0),
+    ((512,) * 16, (28, 128), 1, 0),
+    ((2048,), (28, 128), 1, 1),
+    ((64,) * 81, (2, 80), 0, 0),
+    ((1 << 20,), (16, 128), 0, 0),  # Too many elements.
+    ((), (7, 128), 0, 0),
+]
+
+
+@pytest.mark.parametrize("lengths, heads, ragged, dense", PACKS, ids=str)
+def test_long_segments_are_for_cudnn(lengths: tuple[int, ...], heads: tuple[int, int], ragged: int, dense: int) -> None:
+    calls = {"ragged": calls_for("ragged", lengths, *heads), "dense": calls_for("dense", lengths, *heads)}
+    assert {form: len(of_form) for form, of_form in calls.items()} == {"ragged": ragged, "dense": dense}
+
+
+def test_packs_share_plans() -> None:
+    """Of each number of tokens from 2,048 to 8,192: few sizes, each at most as much larger as is said."""
+    tokens = range(2048, 8193)
+    assert len({Call.dense(n) for n in tokens}) == 49 and len({Call.ragged(n, 3, n) for n in tokens}) == 33
+    assert {Call.ragged(n, segments, n).segments for n in tokens for segments in (1, 2, 3, 5, 9)} == {1, 2, 4, 8, 16}
+    for n in tokens:
+        call = Call.ragged(n, 1, n)
+        assert n <= Call.dense(n).tokens < n + max(128, n / 32) and n <= call.tokens < n + max(128, n / 16)
+        assert n <= call.longest < n + max(128, n / 4)
+        assert not any(size % 128 for size in (call.tokens, call.longest, Call.dense(n).tokens))
+
+
+def test_signatures_of_cudnns_operators() -> None:
+    """What is passed, and in which order, as in torch 2.11 and 2.15."""
+    forward, backward = (
+        getattr(torch.ops.aten, f"_cudnn_attention_{way}").default._schema for way in ("forward", "backward")
+    )
+    of_forward = (
+        "(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, Tensor? cum_seq_q, Tensor? cum_seq_k, "
+        "SymInt max_q, SymInt max_k, bool compute_log_sumexp, float dropout_p=0., bool is_causal=False, "
+        "bool return_debug_mask=False, *, float? scale=None"
+    )
+    assert str(forward).partition("forward")[2].startswith(of_forward)
+    assert all(argument.has_default_value() for argument in forward.arguments[9:])
+    assert [out.name for out in forward.returns] == (
+        "output logsumexp cum_seq_q cum_seq_k max_q max_k philox_seed philox_offset debug_attn_mask".split()
+    )
+    assert str(backward).partition("backward")[2] == (
+        "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, Tensor philox_seed, "
+        "Tensor philox_offset, Tensor attn_bias, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, "
+        "float dropout_p, bool is_causal, *, float? scale=None) -> (Tensor, Tensor, Tensor)"
+    )
+    for schema, stand_in in ((forward, cudnn.forward), (backward, cudnn.backward)):
+        names = list(signature(stand_in).parameters)
+        assert [argument.name for argument in schema.arguments][: len(names)] == names
+
+
 @pytest.mark.parametrize(
     "device, dtype, dim, capability",
     [
@@ -82,7 +164,24 @@ def test_a_cpu_takes_the_buckets() -> None:
     assert kernel_for(CPU, torch.bfloat16, 80) is bucketed
 
 
+def by_cudnn(form: Form, operators: Operators | None = None) -> Kernel:
+    """cuDNN for what it can compute, be it as short as it may; the buckets for the rest."""
+
+    def kernel(q_nHD: Tensor, k_KhD: Tensor, v_KhD: Tensor, segments: PackedSegments, *, causal: bool) -> Tensor:
+        lengths = segments.segments.queries
+        if not causal or lengths != segments.segments.keys:
+            return bucketed(q_nHD, k_KhD, v_KhD, segments, causal=causal)
+        ragged = [Call.ragged(sum(lengths), len(lengths), max(lengths))]
+        calls = ragged if form == "ragged" else list(map(Call.dense, lengths))
+        return attend(q_nHD, k_KhD, v_KhD, segments, calls, operators)
+
+    return kernel
+
+
+OPERATORS: Operators = (cudnn.forward, cudnn.backward)
+FORMS: tuple[Form, ...] = "ragged", "dense"
 STAND_INS: dict[str, Kernel] = {
+    **{f"cudnn, {form}": by_cudnn(form, OPERATORS) for form in FORMS},
     "torch_flash": partial(torch_flash, op=aten_flash_attention_forward),
     "flash_attn": partial(flash_attn, function=flash_attn_varlen_func),
     "flash_attn_3": partial(flash_attn, function=flash_attn_3_varlen_func),
@@ -150,6 +249,133 @@ def test_pytorchs_kernel_equals_the_buckets(
     if cuda_capability(device) < (8, 0):
         pytest.skip("the flash kernel needs Ampere or newer")
     compare(torch_flash, segments, heads, dim, causal, device=device, dtype=dtype)
+
+
+def worst(kernel: Kernel, dtype: torch.dtype, device: torch.device, lengths: list[int], dim: int) -> list[float]:
+    """How much outputs and gradients differ, in all, from those in fp32."""
+    drawn = [
+        torch.randn(sum(lengths), heads, dim, generator=torch.Generator().manual_seed(heads)) for heads in (7, 1, 1)
+    ]
+    drawn = [x.to(device, dtype) for x in drawn]
+    results = []
+    for run, kind in ((kernel, dtype), (bucketed, torch.float32)):
+        inputs = [x.to(kind).requires_grad_() for x in drawn]
+        q, k, v = inputs
+        out = run(q, k, v, PackedSegments.of(lengths, device), causal=True)
+        results.append([out.detach(), *torch.autograd.grad(out, inputs, drawn[0].to(kind).flip(0))])
+    return [float((x.float() - y).norm() / y.norm()) for x, y in zip(*results, strict=True)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "device", [CPU, pytest.param(torch.device("cuda", 0), marks=pytest.mark.cuda)], ids=lambda device: device.type
+)
+def test_cudnn_is_as_exact_as_flash_attention(form: Form, device: torch.device) -> None:
+    """On a CPU by stand-ins, of which that of cuDNN rounds less."""
+    operators, lengths, dims, flash = OPERATORS, [200, 57, 1], [64], STAND_INS["torch_flash"]
+    if device.type == "cuda":
+        if not torch.cuda.is_available() or cuda_capability(device)[0] != 9:
+            pytest.skip("needs a Hopper GPU")
+        if form == "ragged" and cudnn_support(device)[0] != "ragged":
+            pytest.skip("this version makes a plan in each ragged call")
+        operators, lengths, dims, flash = None, [4100, 1300, 700, 1], [64, 80, 128], torch_flash
+    for dim in dims:
+        errors, of_flash = (worst(k, torch.bfloat16, device, lengths, dim) for k in (by_cudnn(form, operators), flash))
+        assert all(ours <= 1.05 * theirs for ours, theirs in zip(errors, of_flash, strict=True)), (errors, of_flash)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)], ids=str)
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
+def test_cudnn_equals_the_buckets(
+    segments: AttentionSegments, dim: int, heads: tuple[int, int], dtype: torch.dtype
+) -> None:
+    device = torch.device("cuda", 0)
+    form, why = cudnn_support(device)
+    if form is None:
+        pytest.skip(why or "needs a Hopper GPU")
+    compare(by_cudnn(form), segments, heads, dim, True, device=device, dtype=dtype)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_cudnn_saves_what_has_no_padding(form: Form) -> None:
+    """Also where the forward pass is repeated; without gradients nothing is saved."""
+    inputs = [torch.randn(258, heads, 16).requires_grad_() for heads in (4, 2, 2)]
+    q, k, v = inputs
+    segments, saved = PackedSegments.of([201, 57], CPU), list[Tensor]()
+
+    def kernel(*given: Tensor) -> Tensor:
+        return by_cudnn(form, OPERATORS)(*given, segments, causal=True)  # pyright: ignore[reportCallIssue]
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        out = kernel(*inputs)
+    of_segments = [(258,)] if form == "ragged" else [(201,), (57,)]
+    shapes = [x.shape for x in saved if x.dim() == 3 and x.shape[2] == 16]
+    assert sorted(shapes) == sorted((*tokens, heads, 16) for tokens in of_segments for heads in (4, 2, 2, 4))
+    storages = {x.untyped_storage().data_ptr() for x in saved}
+    assert {x.untyped_storage().data_ptr() for x in inputs} <= storages
+    gradients = torch.autograd.grad(out.sum(), inputs)
+    again: Any = checkpoint(kernel, q, k, v, use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(again.sum(), inputs), gradients)
+    with torch.no_grad():
+        torch.testing.assert_close(kernel(*inputs), out)
+
+
+def test_what_cudnn_does_not_take_is_for_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "attend", lambda *_: "cudnn")
+    other: Any = lambda *_, **__: "other"  # noqa: E731
+
+    def chosen(segments: AttentionSegments, causal: bool = True) -> Any:
+        q = torch.empty(sum(segments.queries), 28, 128, device="meta")
+        packed = PackedSegments.of_segments(AttentionSegments(segments.queries, segments.keys), CPU)
+        return cudnn_or(q, q, q, packed, causal=causal, form="ragged", other=other)
+
+    assert chosen(AttentionSegments.whole([4096, 4000])) == "cudnn"
+    assert chosen(AttentionSegments.whole([4096, 4000]), causal=False) == "other"
+    assert chosen(AttentionSegments.whole([256] * 16)) == "other"
+    assert chosen(zigzag_segments([16384], 2, 0)) == "other"
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert chosen(AttentionSegments.whole([4096, 4000])) == "other"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_small_pack_shows_whether_cudnn_works(form: Form) -> None:
+    def by(forward: Any = cudnn.forward, backward: Any = cudnn.backward) -> Any:
+        return partial(attend, operators=(forward, backward))
+
+    def wrong(*args: Any, **more: Any) -> Any:
+        return tuple(1.1 * x for x in cudnn.backward(*args, **more))
+
+    assert cudnn_problem(form, CPU, by()) == ""
+    assert cudnn_problem(form, CPU, by(backward=wrong)) == "its results differ by 10.0%"
+    assert "Could not run 'aten::_cudnn_attention_forward'" in cudnn_problem(form, CPU)
+
+
+@pytest.mark.parametrize("version, found", [(None, "0"), (90100, "90100"), (91900, "91900")])
+def test_one_line_says_whether_cudnn_is_used(version: int | None, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(kernels, "cuda_capability", lambda _: (9, 0))
+    monkeypatch.setattr(kernels, "cudnn_problem", lambda *_: "" if version == 91900 else "not asked")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    for cached in (cudnn_support, kernel_for):
+        monkeypatch.setattr(kernels, cached.__name__, cached.__wrapped__)
+    form, notice = kernels.cudnn_support(device)
+    chosen: Any = kernels.kernel_for(device, torch.bfloat16, 128)
+    assert isinstance(chosen, partial) == (form is not None) == (version == 91900)
+    if form is None:
+        assert (
+            notice == f"cuDNN {found} is not used for attention (91800 or newer works): FlashAttention is used instead."
+        )
+    else:
+        assert notice == f"cuDNN {found} is used for causal attention of long segments ({form} calls)."
+        assert chosen.func is cudnn_or and chosen.keywords == {"form": form, "other": torch_flash}
+        assert kernels.kernel_for(device, torch.bfloat16, 128, cudnn=False) is torch_flash
+        assert kernels.kernel_for(device, torch.bfloat16, 56) is torch_flash
+    monkeypatch.setattr(kernels, "cuda_capability", lambda _: (8, 0))
+    assert kernels.cudnn_support(device) == (None, "") == kernels.cudnn_support(CPU)
 
 
 @settings(max_examples=60)
