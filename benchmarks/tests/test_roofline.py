@@ -185,21 +185,6 @@ def test_streams_share_queues_where_there_are_fewer() -> None:
     assert ends == [3.0, 1.0]
 
 
-def test_kernels_are_slower_beside_collectives_which_may_begin_late() -> None:
-    gpu = Timeline(slowed=0.5)
-    gpu.issue(2.0, "once")
-    assert gpu.compute(3.0) == {"once": 1.0} and gpu.now == 4.0
-    gpu = Timeline(late=0.5)
-    work = gpu.issue(2.0)
-    gpu.compute(1.0)
-    assert gpu.wait(work) == 1.5
-    assert gpu.wait(gpu.issue(2.0)) == 2.0, "nothing begins before it"
-    gpu = Timeline(queues=1, late=0.5)
-    work = gpu.issue(2.0)
-    gpu.compute(1.0)
-    assert gpu.wait(work) == 1.0, "in the order of issue"
-
-
 WITHOUT = {"weight gathers": 10.0, "gradient sums": 30.5, "column forward": 10.0, "column backward": 12.0}
 WITHOUT |= {"column in parts forward": 10.0, "column in parts backward": 12.0}
 WITHOUT |= {"row in parts forward": 10.0, "row in parts backward": 16.0}
