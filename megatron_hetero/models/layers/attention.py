@@ -42,8 +42,8 @@ from megatron_hetero.models.layers.dropout import TokenIds
 from megatron_hetero.models.layers.kernels import HALF, Kernel, kernel_for
 from megatron_hetero.models.layers.norms import Norm
 from megatron_hetero.models.layers.overlapped import (
-    Ahead,
     Overlapping,
+    ahead_of,
     chunk_sizes,
     first_in_chunks,
     gather_ahead,
@@ -254,17 +254,15 @@ class TokenMixer(Overlapping):
         """
         first, second = self.linears()
         chunks, tokens = chunk_sizes(self, len(hidden)), table_2nD.shape[1]
-        order = ahead = None
+        order = None
         if len(chunks) > 1:
             order = Order.of_chunks(chunks, self.tp_group.size(), tokens, hidden.device)
-            if first.weight.requires_grad:
-                ahead = Ahead(chunks, self.tp_group)
+        ahead = ahead_of(first, chunks)
         with not_saving(hidden):
             projected, _ = first_in_chunks(first, hidden, chunks, ahead, params.ids)
         out, gate = self._mixed(projected, table_2nD, params, order)
-        if ahead is not None:
-            with not_saving(hidden):
-                out = gather_ahead(out, hidden, ahead)
+        with not_saving(hidden):
+            out = gather_ahead(out, hidden, ahead)
         padded = self._padded(out, gate, len(projected) - tokens, order)
         with not_saving(padded):
             return second_in_chunks(second, padded, chunks, params.ids)

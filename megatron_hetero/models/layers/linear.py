@@ -131,10 +131,12 @@ class ColumnLinear(tensor_parallel.ColumnParallelLinear):
 
     exchanges_in_chunks = True
 
-    def forward(self, input_: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Map [S, 1, in] (or [S / tp, 1, in] with sequence-parallel activations) to [S, 1, out / tp]."""
+    def forward(self, input_: Tensor, *_: Any, ahead: Any = None, **__: Any) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Map [S, 1, in] (or [S / tp, 1, in] with sequence-parallel activations) to [S, 1, out / tp]. `ahead`: early
+        gather of the input in the backward pass (`overlapped.Ahead`), if any.
+        """
         sharing = "split" if self.sequence_parallel else "whole" if self.allreduce_dgrad else "none"
-        return _linear(self, input_, self.bias, sharing), None
+        return _linear(self, input_, self.bias, sharing, ahead), None
 
 
 class RowLinear(tensor_parallel.RowParallelLinear):
@@ -159,11 +161,11 @@ class WholeLinear(torch.nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [S, in] to [S, out]."""
-        return _Linear.apply(input, self.weight, self.bias, "none", None)  # pyright: ignore[reportReturnType]
+        return _Linear.apply(input, self.weight, self.bias, "none", None, None)  # pyright: ignore[reportReturnType]
 
 
-def _linear(layer: Any, x: Tensor, bias: Tensor | None = None, sharing: Sharing = "none") -> Tensor:
-    return _Linear.apply(x, layer.weight, bias, sharing, layer.tp_group)  # pyright: ignore[reportReturnType]
+def _linear(layer: Any, x: Tensor, bias: Tensor | None = None, sharing: Sharing = "none", ahead: Any = None) -> Tensor:
+    return _Linear.apply(x, layer.weight, bias, sharing, layer.tp_group, ahead)  # pyright: ignore[reportReturnType]
 
 
 class _Summed(torch.autograd.Function):
@@ -192,11 +194,12 @@ class _Summed(torch.autograd.Function):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sharing: Sharing, group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sharing: Sharing, group: dist.ProcessGroup,
+        ahead: Any = None,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] and ahead is None else None, weight)
         # Keep the parameter itself, for its `main_grad`.
-        ctx.parameter, ctx.sharing, ctx.group = weight, sharing, group
+        ctx.parameter, ctx.sharing, ctx.group, ctx.ahead = weight, sharing, group, ahead
         whole, _ = _gathered(x, group) if sharing == "split" else (x, None)
         return product(whole, weight.t(), bias)
 
@@ -204,14 +207,18 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
-        grad_x = grad_weight = gathering = reducing = None
+        grad_x = grad_weight = reducing = None
+        gathering: list[Any] = []
         # This order overlaps each exchange with a product.
-        if ctx.needs_input_grad[1] and ctx.sharing == "split":
-            x, gathering = _gathered(x, ctx.group, async_op=True)
+        if ctx.ahead is not None:
+            x, gathering = ctx.ahead.take()
+        elif ctx.needs_input_grad[1] and ctx.sharing == "split":
+            x, work = _gathered(x, ctx.group, async_op=True)
+            gathering = [work]
         if ctx.needs_input_grad[0]:
             grad_x = product(grad, weight)
-        if gathering is not None:
-            gathering.wait()
+        for work in gathering:
+            work.wait()
         if grad_x is not None and ctx.sharing != "none":
             grad_x, reducing = _reduced(grad_x, ctx.group, ctx.sharing)
         rows = grad.flatten(0, -2)
@@ -220,7 +227,7 @@ class _Linear(torch.autograd.Function):
         grad_bias = rows.sum(dim=0) if ctx.needs_input_grad[2] else None
         if reducing is not None:
             reducing.wait()
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> tuple[Tensor, dist.Work | None]:

@@ -31,7 +31,14 @@ from megatron_hetero.hf.weight_map import (
 )
 from megatron_hetero.models.layers.compiled import activated, run
 from megatron_hetero.models.layers.dropout import TokenIds, ids_of_chunks
-from megatron_hetero.models.layers.overlapped import Overlapping, chunk_sizes, first_in_chunks, second_in_chunks
+from megatron_hetero.models.layers.overlapped import (
+    Overlapping,
+    ahead_of,
+    chunk_sizes,
+    first_in_chunks,
+    gather_ahead,
+    second_in_chunks,
+)
 from megatron_hetero.models.layers.parts import LayerCall, MLPPart, Operations, Site, Tokens, kinds
 from megatron_hetero.models.layers.recompute import not_saving, recompute
 
@@ -158,11 +165,14 @@ class MLPModule(Overlapping):
 
     def _at_once(self, hidden: Tensor, ids: TokenIds | None) -> tuple[Tensor, Tensor | None]:
         chunks = chunk_sizes(self, len(hidden))
+        ahead = ahead_of(self.linear_fc1, chunks)
         with not_saving(hidden):
-            wide, _ = first_in_chunks(self.linear_fc1, hidden, chunks, ids=ids)
+            wide, _ = first_in_chunks(self.linear_fc1, hidden, chunks, ahead, ids)
         product = recompute(self._product, wide) if self.recompute.selective else self._product(wide)
+        with not_saving(hidden):
+            ready = gather_ahead(product, hidden, ahead)
         with not_saving(product):
-            return second_in_chunks(self.linear_fc2, product, chunks, ids)
+            return second_in_chunks(self.linear_fc2, ready, chunks, ids)
 
     def _product(self, wide: Tensor) -> Tensor:
         """Return the activated gate times up, [..., ffn], from `wide` [..., 2 ffn]; without a gate, return the

@@ -86,10 +86,21 @@ class Ahead:
         return gathered
 
 
-def gather_ahead(out: Tensor, x: Tensor, ahead: Ahead) -> Tensor:
-    """Return `out` unchanged. When its gradient arrives, start to gather `x` [S / tp, 1, in], which overlaps with the
-    backward pass of everything between `x` and `out`.
+def ahead_of(layer: Any, chunks: Sequence[int]) -> Ahead | None:
+    """Return an early gather of a column-parallel layer's input, for `first_in_chunks` and `gather_ahead`; None if the
+    layer gathers no input in its backward pass, or exchanges by itself.
     """
+    gathers = getattr(layer, "exchanges_in_chunks", False) and layer.sequence_parallel and layer.weight.requires_grad
+    return Ahead(chunks, layer.tp_group) if gathers and torch.is_grad_enabled() else None
+
+
+def gather_ahead(out: Tensor, x: Tensor, ahead: Ahead | None) -> Tensor:
+    """Return `out` unchanged. When its gradient arrives, start to gather `x` [S / tp, 1, in], which overlaps with the
+    backward pass of everything between the layer of `ahead` and `out`: attention or an activation, which release
+    multiprocessors earlier than a matrix product. Without `ahead`, nothing is gathered.
+    """
+    if ahead is None:
+        return out
     return _GatherAhead.apply(out, x, ahead)  # pyright: ignore[reportReturnType]
 
 
@@ -106,7 +117,7 @@ def first_in_chunks(
         ids: token ids for dropout.
     """
     if len(chunks) == 1:
-        out, bias = layer(x)
+        out, bias = layer(x) if ahead is None else layer(x, ahead=ahead)
     else:
         out, bias = _First.apply(x, layer.weight, layer.bias, chunks, layer.tp_group, ahead), None
     return with_added(layer, out, x, chunks, ids), bias  # pyright: ignore[reportArgumentType]
