@@ -28,8 +28,8 @@ from tests.fake_cuda.device import FakeGpu
 from tests.fake_cuda.rank import BEFORE, SUMS, WEIGHTS
 
 aten = torch.ops.aten
-OF_MATRICES = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.baddbmm_, aten._grouped_mm)
-IN_PLACE = {aten.baddbmm_: aten.baddbmm}
+OF_MATRICES = (aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm, aten.baddbmm_, aten._grouped_mm)
+IN_PLACE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
 """Those that write into their first argument, and those that do not."""
 ATTENTION = (aten._flash_attention_forward, aten._flash_attention_backward)
 CHOOSING = frozenset("embedding embedding_dense_backward gather index index_select".split())

@@ -45,6 +45,11 @@ def test_what_a_kernel_asks_for() -> None:
         assert ask_of(aten.addmm, *given, total) == Ask(
             "product", flops=2 * 64 * 32 * 16, memory=2 * (64 * 32 + 32 * 16) + 2 * 4 * 64 * 16, shape=(64, 16)
         )
+        # In the dtype of the weights, in place.
+        total = on_gpu(64, 16)
+        assert ask_of(aten.addmm_, (total, a, b), {}, total) == Ask(
+            "product", flops=2 * 64 * 32 * 16, memory=2 * (64 * 32 + 32 * 16) + 2 * total.nbytes, shape=(64, 16)
+        )
         # In single precision, in place and not.
         wide = [on_gpu(4, *shape, dtype=torch.float32) for shape in ((64, 16), (64, 32), (32, 16))]
         for given in ((aten.bmm, wide[1:]), (aten.baddbmm, wide), (aten.baddbmm_, wide)):
