@@ -47,6 +47,7 @@ from megatron_hetero.models.layers.overlapped import (
     chunk_sizes,
     first_in_chunks,
     gather_ahead,
+    later_of,
     second_in_chunks,
 )
 from megatron_hetero.models.layers.parts import AttentionPart, Operations, Site, Tokens, kinds, named
@@ -258,14 +259,15 @@ class TokenMixer(Overlapping):
         if len(chunks) > 1:
             order = Order.of_chunks(chunks, self.tp_group.size(), tokens, hidden.device)
         ahead = ahead_of(first, chunks)
+        later = later_of(second, ahead, chunks)
         with not_saving(hidden):
-            projected, _ = first_in_chunks(first, hidden, chunks, ahead, params.ids)
+            projected, _ = first_in_chunks(first, hidden, chunks, ahead, params.ids, later)
         out, gate = self._mixed(projected, table_2nD, params, order)
         with not_saving(hidden):
             out = gather_ahead(out, hidden, ahead)
         padded = self._padded(out, gate, len(projected) - tokens, order)
         with not_saving(padded):
-            return second_in_chunks(second, padded, chunks, params.ids)
+            return second_in_chunks(second, padded, chunks, params.ids, later)
 
     def _mixed(
         self, projected: Tensor, table_2nD: Tensor, params: AttentionParams, order: Order | None

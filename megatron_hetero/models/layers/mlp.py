@@ -37,6 +37,7 @@ from megatron_hetero.models.layers.overlapped import (
     chunk_sizes,
     first_in_chunks,
     gather_ahead,
+    later_of,
     second_in_chunks,
 )
 from megatron_hetero.models.layers.parts import LayerCall, MLPPart, Operations, Site, Tokens, kinds
@@ -166,13 +167,14 @@ class MLPModule(Overlapping):
     def _at_once(self, hidden: Tensor, ids: TokenIds | None) -> tuple[Tensor, Tensor | None]:
         chunks = chunk_sizes(self, len(hidden))
         ahead = ahead_of(self.linear_fc1, chunks)
+        later = later_of(self.linear_fc2, ahead, chunks)
         with not_saving(hidden):
-            wide, _ = first_in_chunks(self.linear_fc1, hidden, chunks, ahead, ids)
+            wide, _ = first_in_chunks(self.linear_fc1, hidden, chunks, ahead, ids, later)
         product = recompute(self._product, wide) if self.recompute.selective else self._product(wide)
         with not_saving(hidden):
             ready = gather_ahead(product, hidden, ahead)
         with not_saving(product):
-            return second_in_chunks(self.linear_fc2, ready, chunks, ids)
+            return second_in_chunks(self.linear_fc2, ready, chunks, ids, later)
 
     def _product(self, wide: Tensor) -> Tensor:
         """Return the activated gate times up, [..., ffn], from `wide` [..., 2 ffn]; without a gate, return the

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron_hetero.models.layers.dropout import TokenIds
-from megatron_hetero.models.layers.linear import adds_to_main_grad, gradient_of_weight
+from megatron_hetero.models.layers.linear import Later, adds_to_main_grad, gradient_of_weight
 from megatron_hetero.models.layers.low_rank import with_added
 
 TILE = 64
@@ -94,6 +94,15 @@ def ahead_of(layer: Any, chunks: Sequence[int]) -> Ahead | None:
     return Ahead(chunks, layer.tp_group) if gathers and torch.is_grad_enabled() else None
 
 
+def later_of(layer: Any, ahead: Ahead | None, chunks: Sequence[int]) -> Later | None:
+    """Return the gradient of a row-parallel layer's weight, for `second_in_chunks`, and for `first_in_chunks` with
+    `ahead` of the layer before it, which computes it beside the exchange of its input's gradient; None if the layers
+    exchange in several chunks, which overlap by themselves, or if there is no such gradient.
+    """
+    defers = ahead is not None and len(chunks) == 1 and getattr(layer, "exchanges_in_chunks", False)
+    return Later(layer.weight) if defers and layer.weight.requires_grad else None
+
+
 def gather_ahead(out: Tensor, x: Tensor, ahead: Ahead | None) -> Tensor:
     """Return `out` unchanged. When its gradient arrives, start to gather `x` [S / tp, 1, in], which overlaps with the
     backward pass of everything between the layer of `ahead` and `out`: attention or an activation, which release
@@ -105,7 +114,12 @@ def gather_ahead(out: Tensor, x: Tensor, ahead: Ahead | None) -> Tensor:
 
 
 def first_in_chunks(
-    layer: Any, x: Tensor, chunks: Sequence[int], ahead: Ahead | None = None, ids: TokenIds | None = None
+    layer: Any,
+    x: Tensor,
+    chunks: Sequence[int],
+    ahead: Ahead | None = None,
+    ids: TokenIds | None = None,
+    beside: Later | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Apply a column-parallel layer to `x` [S / tp, 1, in]. Return [S, 1, out / tp] and a bias that the caller adds.
 
@@ -115,20 +129,21 @@ def first_in_chunks(
         chunks: size of each chunk.
         ahead: early gather of `x` in the backward pass, for which this function need not save `x`.
         ids: token ids for dropout.
+        beside: gradient of the next layer's weight, see `later_of`.
     """
     if len(chunks) == 1:
-        out, bias = layer(x) if ahead is None else layer(x, ahead=ahead)
+        out, bias = layer(x) if ahead is None else layer(x, ahead=ahead, beside=beside)
     else:
         out, bias = _First.apply(x, layer.weight, layer.bias, chunks, layer.tp_group, ahead), None
     return with_added(layer, out, x, chunks, ids), bias  # pyright: ignore[reportArgumentType]
 
 
 def second_in_chunks(
-    layer: Any, x: Tensor, chunks: Sequence[int], ids: TokenIds | None = None
+    layer: Any, x: Tensor, chunks: Sequence[int], ids: TokenIds | None = None, later: Later | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Apply a row-parallel layer to `x` [S, 1, in / tp]. Return [S / tp, 1, out] and a bias. See `first_in_chunks`."""
     if len(chunks) == 1:
-        out, bias = layer(x)
+        out, bias = layer(x) if later is None else layer(x, later)
     else:
         out, bias = _Second.apply(x, layer.weight, chunks, layer.tp_group), layer.bias
         if bias is not None and not layer.skip_bias_add:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,14 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from megatron_hetero.models.layers import attention, mlp
 from megatron_hetero.models.layers.attention import PackedSelfAttention
+from megatron_hetero.models.layers.linear import ColumnLinear, Later, RowLinear, gradient_of_weight
 from megatron_hetero.models.layers.mlp import MLPModule
 from megatron_hetero.models.layers.overlapped import (
     Ahead,
     Overlapping,
+    ahead_of,
     chunk_sizes,
     first_in_chunks,
     gather_ahead,
+    later_of,
     overlap_exchanges,
     second_in_chunks,
 )
@@ -160,3 +165,74 @@ def test_steps(family: str, vision: str, text: str, ranks: int, more: str, model
     assert len(without) < len(flags)
     found, expected = (train(each, 2) for each in (flags, without))
     assert_equal(found, expected, exactly=False)
+
+
+@pytest.mark.parametrize(
+    "family, vision, text, more",
+    [
+        ("qwen2_5_vl", "tp:2", "tp:2", "--text-recompute selective"),
+        ("qwen3_vl", "sp:2", "tp:2", "--text-recompute full --model.dtype bfloat16 --model.freeze vision"),
+        ("qwen2_5_vl", "tp:2", "tp:2", "--text-lora.r 2 --text-offload.activations true"),
+    ],
+)
+@on_ranks(2)
+def test_with_one_chunk_steps_are_the_same_to_the_bit(
+    family: str, vision: str, text: str, more: str, models: dict[str, Path]
+) -> None:
+    """As where each layer gathers its input itself, and computes the gradient of its weight at once."""
+    flags = flags_of(models[family], vision, text, f"{more} --optimizer.name sgd")
+    found = train(flags, 2)
+    without = [mock.patch.object(module, "ahead_of", return_value=None) for module in (attention, mlp)]
+    with without[0], without[1]:
+        expected = train(flags, 2)
+    assert_equal(found, expected, exactly=True)
+
+
+@on_ranks(2)
+def test_exchanges_of_a_backward_pass_begin_early_and_weights_follow_them() -> None:
+    """The order of issue of two layers with an activation between them, as the timeline of the roofline counts it."""
+    group, rank, done = world(), dist.get_rank(), list[str]()
+    first, second = (object.__new__(kind) for kind in (ColumnLinear, RowLinear))
+    for layer, shape in ((first, (6, 5)), (second, (5, 6))):
+        nn.Module.__init__(layer)
+        layer.weight = nn.Parameter(shared(*shape, seed=rank))
+        layer.bias, layer.sequence_parallel, layer.tp_group = None, True, group
+    first.allreduce_dgrad = False
+    second.input_size_per_partition, second.input_size = 6, 12
+    x = shared(4, 1, 5, seed=9).requires_grad_()
+    ahead = ahead_of(first, (4,))
+    later = later_of(second, ahead, (4,))
+    wide, _ = first_in_chunks(first, x, (4,), ahead, beside=later)
+    wide.register_hook(lambda _: done.append("activation"))
+    out, _ = second_in_chunks(second, gather_ahead(wide.relu(), x, ahead), (4,), later=later)
+    names = {id(first.weight): "weight of the first", id(second.weight): "weight of the second"}
+
+    def noted(name: str, function: Any) -> Any:
+        return lambda *args, **kwargs: (done.append(name), function(*args, **kwargs))[1]
+
+    def gradient(parameter: Tensor, *factors: Tensor) -> Tensor:
+        done.append(names[id(parameter)])
+        return gradient_of_weight(parameter, *factors)
+
+    with (
+        mock.patch.object(dist, "all_gather_into_tensor", noted("gather", dist.all_gather_into_tensor)),
+        mock.patch.object(dist, "reduce_scatter_tensor", noted("reduce", dist.reduce_scatter_tensor)),
+        mock.patch("megatron_hetero.models.layers.linear.gradient_of_weight", gradient),
+    ):
+        out.backward(torch.ones_like(out))
+    expected = "gather, gather, activation, reduce, weight of the second, weight of the first"
+    assert ", ".join(done) == expected and isinstance(later, Later) and later.factors is None
+    assert gradient_of(second.weight).shape == (5, 6) and gradient_of(x).shape == x.shape
+
+
+def test_nothing_is_gathered_or_left_for_later_without_a_backward_pass_or_for_frozen_weights() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    layer: Any = SimpleNamespace(exchanges_in_chunks=True, sequence_parallel=True, weight=weight, tp_group=None)
+    ahead = ahead_of(layer, (4,))
+    assert ahead is not None and later_of(layer, ahead, (4,)) is not None
+    assert later_of(layer, ahead, (2, 2)) is None and later_of(layer, None, (4,)) is None
+    with torch.no_grad():
+        assert ahead_of(layer, (4,)) is None
+    weight.requires_grad_(False)
+    assert ahead_of(layer, (4,)) is None and later_of(layer, ahead, (4,)) is None
+    assert ahead_of(nn.Linear(1, 1), (4,)) is None, "it exchanges by itself"
