@@ -121,8 +121,8 @@ def _is_shared(parameter: Tensor) -> bool:
 
 
 class Later:
-    """Gradient of a weight, computed in the backward pass of an earlier layer beside the exchange of that layer: the
-    layer of the weight leaves the factors here, and the earlier layer, of which the weight is a further input, computes
+    """Gradient of a weight, computed in the backward pass of an earlier layer beside an exchange of that layer. The
+    layer of the weight stores the factors here; the earlier layer, which has the weight as a further input, computes
     their product.
     """
 
@@ -169,16 +169,24 @@ class RowLinear(tensor_parallel.RowParallelLinear):
 
     exchanges_in_chunks = True
 
-    def forward(self, input_: Tensor, later: Later | None = None) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Map [S, 1, in / tp] to [S, 1, out] (or [S / tp, 1, out] with sequence-parallel activations). `later`: whose
-        `gradient` the caller computes in place of this layer's backward pass.
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_: Tensor, later: Later | None = None, beside: Later | None = None
+    ) -> tuple[Tensor, None]:
+        """Map [S, 1, in / tp] to [S, 1, out] (or [S / tp, 1, out] with sequence-parallel activations).
+
+        Args:
+            input_: this rank's part of all tokens.
+            later: the gradient of this layer's weight, if an earlier layer computes it.
+            beside: gradient of another layer's weight, computed beside the exchange of the backward pass.
         """
         if self.input_size_per_partition == self.input_size:
             return _linear(self, input_, self.bias), None
         group: Any = self.tp_group
         bias = None if self.bias is None or group.rank() > 0 else self.bias.detach()
         sharing = "split" if self.sequence_parallel else "whole"
-        return _Summed.apply(_linear(self, input_, bias, later=later), self.bias, sharing, group), None  # pyright: ignore[reportReturnType]
+        partial = _linear(self, input_, bias, later=later)
+        other = None if beside is None else beside.weight
+        return _Summed.apply(partial, self.bias, other, sharing, group, beside), None  # pyright: ignore[reportReturnType]
 
 
 class WholeLinear(torch.nn.Linear):
@@ -209,8 +217,11 @@ class _Summed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, bias: Tensor | None, sharing: Sharing, group: dist.ProcessGroup) -> Tensor:  # noqa: ARG004 (for its gradient)
-        ctx.sharing, ctx.group = sharing, group
+    def forward(
+        ctx: Any, partial: Tensor, bias: Tensor | None, other: Tensor | None, sharing: Sharing,  # noqa: ARG004 (for their gradients)
+        group: dist.ProcessGroup, beside: Later | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.sharing, ctx.group, ctx.beside = sharing, group, beside
         out, work = _reduced(partial, group, sharing)
         assert work is not None, "this rank is in the group"
         work.wait()
@@ -221,9 +232,12 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        grad_partial, work = _gathered(grad, ctx.group, async_op=True) if ctx.sharing == "split" else (grad, None)
+        grad_other = None if ctx.beside is None else ctx.beside.gradient()
         grad_bias = grad.flatten(0, -2).sum(dim=0) if ctx.needs_input_grad[1] else None
-        grad_partial = _gathered(grad, ctx.group)[0] if ctx.sharing == "split" else grad
-        return grad_partial, grad_bias, None, None
+        if work is not None:
+            work.wait()
+        return grad_partial, grad_bias, grad_other, None, None, None
 
 
 class _Linear(torch.autograd.Function):

@@ -40,6 +40,10 @@ class Overlapping(nn.Module):
         """Return the layer that gathers tokens and the layer that reduces them."""
         raise NotImplementedError
 
+    def is_whole(self, tokens: int) -> bool:
+        """Return whether each linear layer is called once for a rank's `tokens`."""
+        return True
+
 
 def overlap_exchanges(model: nn.Module, chunks: int) -> None:
     """Make the MLPs and the attention of `model` exchange tokens over tp in `chunks` chunks.
@@ -94,13 +98,23 @@ def ahead_of(layer: Any, chunks: Sequence[int]) -> Ahead | None:
     return Ahead(chunks, layer.tp_group) if gathers and torch.is_grad_enabled() else None
 
 
-def later_of(layer: Any, ahead: Ahead | None, chunks: Sequence[int]) -> Later | None:
-    """Return the gradient of a row-parallel layer's weight, for `second_in_chunks`, and for `first_in_chunks` with
-    `ahead` of the layer before it, which computes it beside the exchange of its input's gradient; None if the layers
-    exchange in several chunks, which overlap by themselves, or if there is no such gradient.
+def later_of(layer: Any, earlier: Any, chunks: Sequence[int]) -> Later | None:
+    """Return the gradient of a row-parallel layer's weight, to be computed beside an exchange of an `earlier` layer in
+    the backward pass; None if there is no such gradient or exchange, or if exchanges in several chunks overlap already.
     """
-    defers = ahead is not None and len(chunks) == 1 and getattr(layer, "exchanges_in_chunks", False)
-    return Later(layer.weight) if defers and layer.weight.requires_grad else None
+    ours = all(getattr(each, "exchanges_in_chunks", False) for each in (layer, earlier))
+    if not (ours and len(chunks) == 1 and torch.is_grad_enabled() and earlier.sequence_parallel):
+        return None
+    return Later(layer.weight) if layer.weight.requires_grad and earlier.weight.requires_grad else None
+
+
+def later_across(earlier: nn.Module, module: nn.Module, tokens: int) -> Later | None:
+    """Return the gradient of the last weight of `module`, to be computed beside the first exchange of the backward pass
+    of `earlier`, for a rank's `tokens`; None if there is no such gradient or exchange.
+    """
+    if not (isinstance(earlier, Overlapping) and isinstance(module, Overlapping) and module.is_whole(tokens)):
+        return None
+    return later_of(module.linears()[1], earlier.linears()[1], chunk_sizes(module, tokens))
 
 
 def gather_ahead(out: Tensor, x: Tensor, ahead: Ahead | None) -> Tensor:
@@ -129,7 +143,7 @@ def first_in_chunks(
         chunks: size of each chunk.
         ahead: early gather of `x` in the backward pass, for which this function need not save `x`.
         ids: token ids for dropout.
-        beside: gradient of the next layer's weight, see `later_of`.
+        beside: gradient of another layer's weight, to be computed beside an exchange of this layer's backward pass.
     """
     if len(chunks) == 1:
         out, bias = layer(x) if ahead is None else layer(x, ahead=ahead, beside=beside)
@@ -139,11 +153,18 @@ def first_in_chunks(
 
 
 def second_in_chunks(
-    layer: Any, x: Tensor, chunks: Sequence[int], ids: TokenIds | None = None, later: Later | None = None
+    layer: Any,
+    x: Tensor,
+    chunks: Sequence[int],
+    ids: TokenIds | None = None,
+    later: Later | None = None,
+    beside: Later | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Apply a row-parallel layer to `x` [S, 1, in / tp]. Return [S / tp, 1, out] and a bias. See `first_in_chunks`."""
+    """Apply a row-parallel layer to `x` [S, 1, in / tp]. Return [S / tp, 1, out] and a bias. See `first_in_chunks`.
+    `later`: the gradient of the layer's weight, if an earlier layer computes it.
+    """
     if len(chunks) == 1:
-        out, bias = layer(x) if later is None else layer(x, later)
+        out, bias = layer(x) if later is None and beside is None else layer(x, later, beside)
     else:
         out, bias = _Second.apply(x, layer.weight, chunks, layer.tp_group), layer.bias
         if bias is not None and not layer.skip_bias_add:

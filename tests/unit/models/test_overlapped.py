@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from megatron_hetero.models.layers import attention, mlp
+from megatron_hetero.models.layers import attention, layer, mlp
 from megatron_hetero.models.layers.attention import PackedSelfAttention
 from megatron_hetero.models.layers.linear import ColumnLinear, Later, RowLinear, gradient_of_weight
 from megatron_hetero.models.layers.mlp import MLPModule
@@ -183,29 +183,28 @@ def test_with_one_chunk_steps_are_the_same_to_the_bit(
     flags = flags_of(models[family], vision, text, f"{more} --optimizer.name sgd")
     found = train(flags, 2)
     without = [mock.patch.object(module, "ahead_of", return_value=None) for module in (attention, mlp)]
-    with without[0], without[1]:
+    with without[0], without[1], mock.patch.object(layer, "later_across", return_value=None):
         expected = train(flags, 2)
     assert_equal(found, expected, exactly=True)
 
 
 @on_ranks(2)
-def test_exchanges_of_a_backward_pass_begin_early_and_weights_follow_them() -> None:
-    """The order of issue of two layers with an activation between them, as the timeline of the roofline counts it."""
+def test_exchanges_of_a_backward_pass_begin_early_beside_gradients_of_weights() -> None:
+    """The order of issue of a pair of layers with an activation between them, and of a further layer before these."""
     group, rank, done = world(), dist.get_rank(), list[str]()
-    first, second = (object.__new__(kind) for kind in (ColumnLinear, RowLinear))
-    for layer, shape in ((first, (6, 5)), (second, (5, 6))):
-        nn.Module.__init__(layer)
-        layer.weight = nn.Parameter(shared(*shape, seed=rank))
-        layer.bias, layer.sequence_parallel, layer.tp_group = None, True, group
-    first.allreduce_dgrad = False
-    second.input_size_per_partition, second.input_size = 6, 12
-    x = shared(4, 1, 5, seed=9).requires_grad_()
-    ahead = ahead_of(first, (4,))
-    later = later_of(second, ahead, (4,))
-    wide, _ = first_in_chunks(first, x, (4,), ahead, beside=later)
+    before, first, second = (object.__new__(kind) for kind in (RowLinear, ColumnLinear, RowLinear))
+    for each, shape in ((before, (5, 6)), (first, (6, 5)), (second, (5, 6))):
+        nn.Module.__init__(each)
+        each.weight = nn.Parameter(shared(*shape, seed=rank))
+        each.bias, each.sequence_parallel, each.tp_group = None, True, group
+        each.allreduce_dgrad, each.input_size_per_partition, each.input_size = False, 6, 12
+    x = shared(8, 1, 6, seed=9).requires_grad_()
+    ahead, later = ahead_of(first, (4,)), later_of(second, before, (4,))
+    hidden, _ = second_in_chunks(before, x, (4,), beside=later)
+    wide, _ = first_in_chunks(first, hidden, (4,), ahead)
     wide.register_hook(lambda _: done.append("activation"))
-    out, _ = second_in_chunks(second, gather_ahead(wide.relu(), x, ahead), (4,), later=later)
-    names = {id(first.weight): "weight of the first", id(second.weight): "weight of the second"}
+    out, _ = second_in_chunks(second, gather_ahead(wide.relu(), hidden, ahead), (4,), later=later)
+    names = {id(each.weight): f"weight {number}" for number, each in enumerate((before, first, second))}
 
     def noted(name: str, function: Any) -> Any:
         return lambda *args, **kwargs: (done.append(name), function(*args, **kwargs))[1]
@@ -220,19 +219,21 @@ def test_exchanges_of_a_backward_pass_begin_early_and_weights_follow_them() -> N
         mock.patch("megatron_hetero.models.layers.linear.gradient_of_weight", gradient),
     ):
         out.backward(torch.ones_like(out))
-    expected = "gather, gather, activation, reduce, weight of the second, weight of the first"
-    assert ", ".join(done) == expected and isinstance(later, Later) and later.factors is None
-    assert gradient_of(second.weight).shape == (5, 6) and gradient_of(x).shape == x.shape
+    assert done == ["gather", "gather", "activation", "reduce", "weight 1", "gather", "weight 2", "weight 0"]
+    assert isinstance(later, Later) and later.factors is None and gradient_of(second.weight).shape == (5, 6)
 
 
-def test_nothing_is_gathered_or_left_for_later_without_a_backward_pass_or_for_frozen_weights() -> None:
-    weight = nn.Parameter(torch.ones(2, 2))
-    layer: Any = SimpleNamespace(exchanges_in_chunks=True, sequence_parallel=True, weight=weight, tp_group=None)
-    ahead = ahead_of(layer, (4,))
-    assert ahead is not None and later_of(layer, ahead, (4,)) is not None
-    assert later_of(layer, ahead, (2, 2)) is None and later_of(layer, None, (4,)) is None
+def test_nothing_is_gathered_early_or_computed_late_without_a_backward_pass_or_for_frozen_weights() -> None:
+    def linear(**own: Any) -> Any:
+        weight = nn.Parameter(torch.ones(2, 2))
+        return SimpleNamespace(
+            **{"exchanges_in_chunks": True, "sequence_parallel": True, "weight": weight, "tp_group": None} | own
+        )
+
+    whole, frozen, alone = linear(), linear(weight=torch.ones(2, 2)), nn.Linear(1, 1)
+    assert ahead_of(whole, (4,)) is not None and later_of(whole, whole, (4,)) is not None
+    assert [ahead_of(each, (4,)) for each in (frozen, alone, linear(sequence_parallel=False))] == [None] * 3
+    pairs = (frozen, whole), (whole, frozen), (alone, whole), (whole, alone), (whole, linear(sequence_parallel=False))
+    assert [later_of(*pair, (4,)) for pair in pairs] == [None] * 5 and later_of(whole, whole, (2, 2)) is None
     with torch.no_grad():
-        assert ahead_of(layer, (4,)) is None
-    weight.requires_grad_(False)
-    assert ahead_of(layer, (4,)) is None and later_of(layer, ahead, (4,)) is None
-    assert ahead_of(nn.Linear(1, 1), (4,)) is None, "it exchanges by itself"
+        assert ahead_of(whole, (4,)) is None and later_of(whole, whole, (4,)) is None
