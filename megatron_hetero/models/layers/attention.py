@@ -263,12 +263,13 @@ class TokenMixer(Overlapping):
         if len(chunks) > 1:
             order = Order.of_chunks(chunks, self.tp_group.size(), tokens, hidden.device)
         ahead = ahead_of(first, chunks)
-        later = None if ahead is None else later_of(second, first, chunks)
+        later = None if ahead is None else later_of(second, first, len(chunks))
         with not_saving(hidden):
             projected, _ = first_in_chunks(first, hidden, chunks, ahead, params.ids, later)
         out, gate = self._mixed(projected, table_2nD, params, order)
-        with not_saving(hidden):
-            out = gather_ahead(out, hidden, ahead)
+        if ahead is not None:
+            with not_saving(hidden):
+                out = gather_ahead(out, hidden, ahead)
         padded = self._padded(out, gate, len(projected) - tokens, order)
         with not_saving(padded):
             return second_in_chunks(second, padded, chunks, params.ids, later, beside)

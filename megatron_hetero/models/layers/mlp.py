@@ -172,11 +172,12 @@ class MLPModule(Overlapping):
         ahead = ahead_of(self.linear_fc1, chunks)
         with not_saving(hidden):
             wide, _ = first_in_chunks(self.linear_fc1, hidden, chunks, ahead, call.ids)
-        product = recompute(self._product, wide) if self.recompute.selective else self._product(wide)
-        with not_saving(hidden):
-            ready = gather_ahead(product, hidden, ahead)
+        product = inner = recompute(self._product, wide) if self.recompute.selective else self._product(wide)
+        if ahead is not None:
+            with not_saving(hidden):
+                inner = gather_ahead(product, hidden, ahead)
         with not_saving(product):
-            return second_in_chunks(self.linear_fc2, ready, chunks, call.ids, call.later)
+            return second_in_chunks(self.linear_fc2, inner, chunks, call.ids, call.later)
 
     def _product(self, wide: Tensor) -> Tensor:
         """Return the activated gate times up, [..., ffn], from `wide` [..., 2 ffn]; without a gate, return the

@@ -98,12 +98,12 @@ def ahead_of(layer: Any, chunks: Sequence[int]) -> Ahead | None:
     return Ahead(chunks, layer.tp_group) if gathers and torch.is_grad_enabled() else None
 
 
-def later_of(layer: Any, earlier: Any, chunks: Sequence[int]) -> Later | None:
+def later_of(layer: Any, earlier: Any, chunks: int) -> Later | None:
     """Return the gradient of a row-parallel layer's weight, to be computed beside an exchange of an `earlier` layer in
-    the backward pass; None if there is no such gradient or exchange, or if exchanges in several chunks overlap already.
+    the backward pass; None if there is no such gradient or exchange, or if several `chunks` of exchanges overlap anyway.
     """
     ours = all(getattr(each, "exchanges_in_chunks", False) for each in (layer, earlier))
-    if not (ours and len(chunks) == 1 and torch.is_grad_enabled() and earlier.sequence_parallel):
+    if not (ours and chunks == 1 and torch.is_grad_enabled() and earlier.sequence_parallel):
         return None
     return Later(layer.weight) if layer.weight.requires_grad and earlier.weight.requires_grad else None
 
@@ -114,16 +114,14 @@ def later_across(earlier: nn.Module, module: nn.Module, tokens: int) -> Later | 
     """
     if not (isinstance(earlier, Overlapping) and isinstance(module, Overlapping) and module.is_whole(tokens)):
         return None
-    return later_of(module.linears()[1], earlier.linears()[1], chunk_sizes(module, tokens))
+    return later_of(module.linears()[1], earlier.linears()[1], max(earlier.exchange_chunks, module.exchange_chunks))
 
 
-def gather_ahead(out: Tensor, x: Tensor, ahead: Ahead | None) -> Tensor:
+def gather_ahead(out: Tensor, x: Tensor, ahead: Ahead) -> Tensor:
     """Return `out` unchanged. When its gradient arrives, start to gather `x` [S / tp, 1, in], which overlaps with the
     backward pass of everything between the layer of `ahead` and `out`: attention or an activation, which release
-    multiprocessors earlier than a matrix product. Without `ahead`, nothing is gathered.
+    multiprocessors earlier than a matrix product.
     """
-    if ahead is None:
-        return out
     return _GatherAhead.apply(out, x, ahead)  # pyright: ignore[reportReturnType]
 
 

@@ -168,16 +168,17 @@ def test_steps(family: str, vision: str, text: str, ranks: int, more: str, model
 
 
 @pytest.mark.parametrize(
-    "family, vision, text, more",
+    "family, vision, text, ranks, more",
     [
-        ("qwen2_5_vl", "tp:2", "tp:2", "--text-recompute selective"),
-        ("qwen3_vl", "sp:2", "tp:2", "--text-recompute full --model.dtype bfloat16 --model.freeze vision"),
-        ("qwen2_5_vl", "tp:2", "tp:2", "--text-lora.r 2 --text-offload.activations true"),
+        ("qwen2_5_vl", "tp:2", "tp:2", 2, "--text-recompute selective --vision-chunk 3"),
+        ("qwen3_vl", "sp:2", "tp:2", 2, "--text-recompute full --model.dtype bfloat16 --model.freeze vision"),
+        ("qwen2_5_vl", "tp:2", "tp:2", 2, "--text-lora.r 2 --text-offload.activations true"),
+        ("qwen3_vl", "tp:2,dp:2", "tp:2,dp:2", 4, "--vision-zero 2 --text-zero 3"),
     ],
 )
-@on_ranks(2)
+@on_ranks("ranks")
 def test_with_one_chunk_steps_are_the_same_to_the_bit(
-    family: str, vision: str, text: str, more: str, models: dict[str, Path]
+    family: str, vision: str, text: str, ranks: int, more: str, models: dict[str, Path]
 ) -> None:
     """As where each layer gathers its input itself, and computes the gradient of its weight at once."""
     flags = flags_of(models[family], vision, text, f"{more} --optimizer.name sgd")
@@ -199,7 +200,7 @@ def test_exchanges_of_a_backward_pass_begin_early_beside_gradients_of_weights() 
         each.bias, each.sequence_parallel, each.tp_group = None, True, group
         each.allreduce_dgrad, each.input_size_per_partition, each.input_size = False, 6, 12
     x = shared(8, 1, 6, seed=9).requires_grad_()
-    ahead, later = ahead_of(first, (4,)), later_of(second, before, (4,))
+    ahead, later = ahead_of(first, (4,)), later_of(second, before, 1)
     hidden, _ = second_in_chunks(before, x, (4,), beside=later)
     wide, _ = first_in_chunks(first, hidden, (4,), ahead)
     wide.register_hook(lambda _: done.append("activation"))
@@ -231,9 +232,9 @@ def test_nothing_is_gathered_early_or_computed_late_without_a_backward_pass_or_f
         )
 
     whole, frozen, alone = linear(), linear(weight=torch.ones(2, 2)), nn.Linear(1, 1)
-    assert ahead_of(whole, (4,)) is not None and later_of(whole, whole, (4,)) is not None
+    assert ahead_of(whole, (4,)) is not None and later_of(whole, whole, 1) is not None
     assert [ahead_of(each, (4,)) for each in (frozen, alone, linear(sequence_parallel=False))] == [None] * 3
     pairs = (frozen, whole), (whole, frozen), (alone, whole), (whole, alone), (whole, linear(sequence_parallel=False))
-    assert [later_of(*pair, (4,)) for pair in pairs] == [None] * 5 and later_of(whole, whole, (2, 2)) is None
+    assert [later_of(*pair, 1) for pair in pairs] == [None] * 5 and later_of(whole, whole, 2) is None
     with torch.no_grad():
-        assert ahead_of(whole, (4,)) is None and later_of(whole, whole, (4,)) is None
+        assert ahead_of(whole, (4,)) is None and later_of(whole, whole, 1) is None
