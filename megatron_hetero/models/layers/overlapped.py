@@ -100,7 +100,7 @@ def ahead_of(layer: Any, chunks: Sequence[int]) -> Ahead | None:
 
 def later_of(layer: Any, earlier: Any, chunks: int) -> Later | None:
     """Return the gradient of a row-parallel layer's weight, to be computed beside an exchange of an `earlier` layer in
-    the backward pass; None if there is no such gradient or exchange, or if several `chunks` of exchanges overlap anyway.
+    the backward pass; None if there is no such gradient or exchange, or if exchanges in several `chunks` overlap.
     """
     ours = all(getattr(each, "exchanges_in_chunks", False) for each in (layer, earlier))
     if not (ours and chunks == 1 and torch.is_grad_enabled() and earlier.sequence_parallel):
