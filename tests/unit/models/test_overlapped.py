@@ -193,7 +193,8 @@ def test_with_one_chunk_steps_are_the_same_to_the_bit(
 def test_exchanges_of_a_backward_pass_begin_early_beside_gradients_of_weights() -> None:
     """The order of issue of a pair of layers with an activation between them, and of a further layer before these."""
     group, rank, done = world(), dist.get_rank(), list[str]()
-    before, first, second = (object.__new__(kind) for kind in (RowLinear, ColumnLinear, RowLinear))
+    layers: list[Any] = [object.__new__(kind) for kind in (RowLinear, ColumnLinear, RowLinear)]
+    before, first, second = layers
     for each, shape in ((before, (5, 6)), (first, (6, 5)), (second, (5, 6))):
         nn.Module.__init__(each)
         each.weight = nn.Parameter(shared(*shape, seed=rank))
@@ -201,11 +202,12 @@ def test_exchanges_of_a_backward_pass_begin_early_beside_gradients_of_weights() 
         each.allreduce_dgrad, each.input_size_per_partition, each.input_size = False, 6, 12
     x = shared(8, 1, 6, seed=9).requires_grad_()
     ahead, later = ahead_of(first, (4,)), later_of(second, before, 1)
+    assert ahead is not None
     hidden, _ = second_in_chunks(before, x, (4,), beside=later)
     wide, _ = first_in_chunks(first, hidden, (4,), ahead)
     wide.register_hook(lambda _: done.append("activation"))
     out, _ = second_in_chunks(second, gather_ahead(wide.relu(), hidden, ahead), (4,), later=later)
-    names = {id(each.weight): f"weight {number}" for number, each in enumerate((before, first, second))}
+    names = {id(each.weight): f"weight {number}" for number, each in enumerate(layers)}
 
     def noted(name: str, function: Any) -> Any:
         return lambda *args, **kwargs: (done.append(name), function(*args, **kwargs))[1]
