@@ -22,14 +22,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from benchmarks.roofline.devices import ASSUMED, BEST, COLLECTIVE, CTA, LINKS, MEMORY, PRODUCTS, Assumed, Gpu
-from benchmarks.roofline.timeline import Timeline, works_noted
+from benchmarks.roofline.timeline import Sharing, Timeline, works_noted
 from megatron_hetero.groups.platform import Platform
 from tests.fake_cuda.device import FakeGpu
 from tests.fake_cuda.rank import BEFORE, SUMS, WEIGHTS
 
 aten = torch.ops.aten
-OF_MATRICES = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.baddbmm_, aten._grouped_mm)
-IN_PLACE = {aten.baddbmm_: aten.baddbmm}
+OF_MATRICES = (aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm, aten.baddbmm_, aten._grouped_mm)
+IN_PLACE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
 """Those that write into their first argument, and those that do not."""
 ATTENTION = (aten._flash_attention_forward, aten._flash_attention_backward)
 CHOOSING = frozenset("embedding embedding_dense_backward gather index index_select".split())
@@ -45,7 +45,7 @@ FILLING = frozenset(
 class Ask:
     """One kernel. `kind`: "product", "attention", "memory" or "wire"; `flops`; `memory`: bytes read and written;
     `wire`: bytes that this rank sends, by at most `ctas` CTAs (None: by NCCL's choice). `shape`: rows and columns of a
-    product; `single`: whether it is of matrices in single precision.
+    product; `single`: whether it is of matrices in single precision; `copies`: whether a collective only copies.
     """
 
     kind: str
@@ -55,6 +55,13 @@ class Ask:
     shape: tuple[int, int] = (0, 0)
     ctas: int | None = None
     single: bool = False
+    copies: bool = False
+
+    def held(self, assumed: Assumed) -> int:
+        """How many multiprocessors a collective holds, `assumed` that."""
+        if self.copies and assumed.copied:
+            return 0
+        return assumed.held if self.ctas is None else min(assumed.held, self.ctas)
 
     def seconds(self, gpu: Gpu, assumed: Assumed = ASSUMED[BEST]) -> float:
         """What a device takes at the least, `assumed` that: as long as what it is slowest at."""
@@ -124,8 +131,11 @@ class CountingGpu(FakeGpu):
     def start_again(self) -> None:
         """Forget what was counted."""
         self.costs.clear()
-        self._timelines = {name: Timeline(each.queues, each.slowed, each.late) for name, each in ASSUMED.items()}
+        self._timelines = {name: Timeline(each.queues, self._sharing(each)) for name, each in ASSUMED.items()}
         self._issuing: Ask | None = None
+
+    def _sharing(self, assumed: Assumed) -> Sharing:
+        return Sharing(self.gpu.processors, assumed.whole, assumed.product_first, assumed.carved)
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -164,7 +174,7 @@ class CountingGpu(FakeGpu):
         self.costs[self.phase, stream, ask.kind].add(ask, seconds)
         if stream == "main":
             for name, timeline in self._timelines.items():
-                for link, late in timeline.compute(seconds[name]).items():
+                for link, late in timeline.compute(seconds[name], product=ask.kind == "product").items():
                     self.costs[link or self.phase, "main", "wire"].seconds[name] += late
 
     def _issued(self, communicator: str) -> dict[str, int]:
@@ -175,7 +185,10 @@ class CountingGpu(FakeGpu):
         # What is done once in a step has a link of its own, named by the phase that what waits for it counts to.
         once = SUMS if SUMS in self.phase else WEIGHTS if self.phase in (WEIGHTS, BEFORE) else ""
         seconds = self._seconds(ask)
-        return {name: each.issue(seconds[name], once, communicator) for name, each in self._timelines.items()}
+        return {
+            name: each.issue(seconds[name], once, communicator, ask.held(ASSUMED[name]))
+            for name, each in self._timelines.items()
+        }
 
     def _wait(self, works: Mapping[str, int]) -> None:
         for name, work in works.items():
@@ -199,7 +212,7 @@ def ask_of(packet: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Ask:
         shape = out.numel() // max(1, columns), columns
         return Ask("product", flops, _moved(args, kwargs, out), shape=shape, single=single)
     if name in _WIRE:
-        return Ask("wire", wire=_WIRE[name](args))
+        return Ask("wire", wire=_WIRE[name](args), copies=name == "_allgather_base_")
     if name in CHOOSING:
         return Ask("memory", memory=2 * _bytes(out))
     if name in PLACING:

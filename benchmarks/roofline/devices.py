@@ -22,33 +22,47 @@ COLLECTIVE = 10e-6
 @dataclass(frozen=True)
 class Assumed:
     """What nobody knows before it is measured. `launch`: seconds of the host for a kernel that PyTorch launches from
-    Python, forward or backward. `ramp`: bytes of a message of which half the links' rate is reached. `slowed`: share of
-    the device that a kernel lacks while the links carry something. `late`: seconds until a collective begins where the
-    kernel issued behind it begins first. `waves`: whether products take whole waves of tiles.
-    `products`, `attention`: times what `PRODUCTS` and `ATTENTION` say. `queues`: hardware queues.
+    Python, forward or backward. `ramp`: bytes of a message of which half the links' rate is reached. `waves`: whether
+    products take whole waves of tiles. `products`, `attention`: times what `PRODUCTS` and `ATTENTION` say. `queues`:
+    hardware queues.
+
+    Of multiprocessors beside collectives, see `timeline.Sharing`: `held` by a collective of NCCL's choice, 0 where it
+    needs none; whether products are `whole`, whether a `product_first` lands, and whether products are `carved`.
+    `copied`: whether copy engines gather, which need no multiprocessors.
     """
 
     launch: float = 5e-6
     ramp: float = 0.0
-    slowed: float = 0.0
-    late: float = 0.0
     waves: bool = False
     products: float = 1.0
     attention: float = 1.0
     queues: int = 32
+    held: int = 0
+    whole: bool = False
+    product_first: bool = False
+    carved: bool = False
+    copied: bool = False
 
 
-WORST = Assumed(launch=12e-6, ramp=15e6, slowed=0.18, late=40e-6, waves=True, products=0.9, attention=0.85)
+HELD = 24
+"""Multiprocessors of a collective of NCCL's choice on a node of H100: 16 or 24 (pytorch pull request 144974)."""
+WORST = Assumed(
+    launch=12e-6, ramp=15e6, waves=True, products=0.9, attention=0.85, held=HELD, whole=True, product_first=True
+)
 """The other end of the range."""
 BEST, LEAST = "optimistic", "pessimistic"
+_WHOLE = Assumed(held=HELD, whole=True)
 ASSUMED = {
     BEST: Assumed(),
     LEAST: WORST,
     "one hardware queue": Assumed(queues=1),
     "eight hardware queues": Assumed(queues=8),
     "links by size of message": Assumed(ramp=WORST.ramp),
-    "kernels slower beside collectives": Assumed(slowed=WORST.slowed),
-    "collectives begin late": Assumed(late=WORST.late),
+    "kernels share multiprocessors with collectives": Assumed(held=HELD),
+    "products hold theirs, collectives land first": _WHOLE,
+    "products hold theirs, and land first": replace(_WHOLE, product_first=True),
+    "products leave collectives some": replace(_WHOLE, product_first=True, carved=True),
+    "copy engines gather": replace(_WHOLE, product_first=True, copied=True),
     "products in whole waves of tiles": Assumed(waves=True),
     "slower products": Assumed(products=WORST.products),
     "slower attention": Assumed(attention=WORST.attention),

@@ -119,9 +119,10 @@ device and host. Collectives run beside kernels as streams and hardware queues l
 That is the optimistic end of what is predicted. Times of phases, MFU by module and the MFU with FlashAttention-3 are
 of it, and of ranges it is the second number. The first, the pessimistic end, assumes besides: {WORST.launch * 1e6:.0f}
 µs of the host for a kernel; messages of {WORST.ramp / 1e6:.0f} MB reach half the links' rate, of 30 to 60 MB
-{_rate(gpu, 30e6)} to {_rate(gpu, 60e6)} GB/s, larger ones up to {_rate(gpu, 1e12)}; kernels lack {WORST.slowed:.0%} of
-the device while the links carry something (NCCL's CTAs, power, memory); a collective begins {WORST.late * 1e6:.0f} µs
-late where the kernel issued behind it fills the device first; products take whole waves of tiles, and reach
+{_rate(gpu, 30e6)} to {_rate(gpu, 60e6)} GB/s, larger ones up to {_rate(gpu, 1e12)}; a collective holds up to
+{WORST.held} of {gpu.processors} multiprocessors, which other kernels lack meanwhile; a product holds all of them until
+it ends, and gets them before a collective that waited for the same kernel, so that the collective begins when the
+product ends, or takes a second wave for what it does not get at first; products take whole waves of tiles, and reach
 {WORST.products:.0%} of the rate above, attention {WORST.attention:.0%}.
 
 MFU is of the data sheet's peak, and counts no recomputation.

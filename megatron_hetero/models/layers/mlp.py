@@ -30,8 +30,15 @@ from megatron_hetero.hf.weight_map import (
     whole,
 )
 from megatron_hetero.models.layers.compiled import activated, run
-from megatron_hetero.models.layers.dropout import TokenIds, ids_of_chunks
-from megatron_hetero.models.layers.overlapped import Overlapping, chunk_sizes, first_in_chunks, second_in_chunks
+from megatron_hetero.models.layers.dropout import ids_of_chunks
+from megatron_hetero.models.layers.overlapped import (
+    Overlapping,
+    ahead_of,
+    chunk_sizes,
+    first_in_chunks,
+    gather_ahead,
+    second_in_chunks,
+)
 from megatron_hetero.models.layers.parts import LayerCall, MLPPart, Operations, Site, Tokens, kinds
 from megatron_hetero.models.layers.recompute import not_saving, recompute
 
@@ -139,12 +146,16 @@ class MLPModule(Overlapping):
         """Return the two linear layers."""
         return self.linear_fc1, self.linear_fc2
 
+    def is_whole(self, tokens: int) -> bool:
+        """Return whether a rank's `tokens` do not pass in chunks that are recomputed."""
+        return not self.recompute.chunks(tokens * self.shards)
+
     def forward(self, hidden: Tensor, call: LayerCall) -> tuple[Tensor, Tensor | None]:
         """Apply the MLP to `hidden` [S, 1, hidden], or [S / tp, 1, hidden] where activations are split. Return the
         output and a bias that the caller adds.
         """
-        if not self.recompute.chunks(len(hidden) * self.shards):
-            return self._at_once(hidden, call.ids)
+        if self.is_whole(len(hidden)):
+            return self._at_once(hidden, call)
         outs, bias = [], None
         chunks = hidden.split(max(1, self.recompute.chunk // self.shards))
         for chunk, ids in zip(chunks, ids_of_chunks(call.ids, chunks), strict=True):
@@ -156,13 +167,17 @@ class MLPModule(Overlapping):
             outs.append(out)
         return torch.cat(outs), bias
 
-    def _at_once(self, hidden: Tensor, ids: TokenIds | None) -> tuple[Tensor, Tensor | None]:
+    def _at_once(self, hidden: Tensor, call: LayerCall) -> tuple[Tensor, Tensor | None]:
         chunks = chunk_sizes(self, len(hidden))
+        ahead = ahead_of(self.linear_fc1, chunks)
         with not_saving(hidden):
-            wide, _ = first_in_chunks(self.linear_fc1, hidden, chunks, ids=ids)
-        product = recompute(self._product, wide) if self.recompute.selective else self._product(wide)
+            wide, _ = first_in_chunks(self.linear_fc1, hidden, chunks, ahead, call.ids)
+        product = inner = recompute(self._product, wide) if self.recompute.selective else self._product(wide)
+        if ahead is not None:
+            with not_saving(hidden):
+                inner = gather_ahead(product, hidden, ahead)
         with not_saving(product):
-            return second_in_chunks(self.linear_fc2, product, chunks, ids)
+            return second_in_chunks(self.linear_fc2, inner, chunks, call.ids, call.later)
 
     def _product(self, wide: Tensor) -> Tensor:
         """Return the activated gate times up, [..., ffn], from `wide` [..., 2 ffn]; without a gate, return the
