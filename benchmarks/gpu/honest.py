@@ -28,9 +28,15 @@ def honest(numbers: Mapping[str, Any], copied_gb_s: float) -> dict[str, float]:
     """
     steps = numbers["steps"]
     taken = steps.get("stand-ins ms") or _stand_ins(numbers, copied_gb_s)
-    left = {name: ms - taken.get(name, 0.0) for name, ms in steps["milliseconds"].items() if name != ISSUED}
-    total = sum(taken.values())
-    return left | {STEP: steps["milliseconds"][STEP] - total, STAND_INS: total}
+    left = without(steps["milliseconds"], taken)
+    left.pop(ISSUED, None)
+    return left | {STAND_INS: sum(taken.values())}
+
+
+def without(times: Mapping[str, float], stand_ins: Mapping[str, float]) -> dict[str, float]:
+    """The times of a step and its phases less `stand_ins`, which are by phase."""
+    left = {name: time - stand_ins.get(name, 0.0) for name, time in times.items()}
+    return left | {STEP: times[STEP] - sum(stand_ins.values())}
 
 
 def _stand_ins(numbers: Mapping[str, Any], copied_gb_s: float) -> dict[str, float]:

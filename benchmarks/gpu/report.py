@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.honest import ISSUED, STEP, without
 from benchmarks.gpu.sections import SECTIONS, Outcome
 from benchmarks.report import table, verdict
 
@@ -141,16 +142,15 @@ def _share(numbers: Numbers) -> Iterable[str]:
 def _steps_of_share(steps: Numbers, memory: Numbers, which: str) -> Iterable[str]:
     times, stand_ins, rates = steps["milliseconds"], steps["stand-ins ms"], steps["TFLOP/s by phase"]
     taken = sum(stand_ins.values())
-    left = times["step"] - taken
-    phases = {name: ms - stand_ins.get(name, 0.0) for name, ms in times.items() if name not in ("step", "issued")}
+    left = without(times, stand_ins)
     yield table(f"phase{which} | ms | share of the step | TFLOP/s | besides, stand-ins for collectives, ms", [
-        f"{name} | {ms:.2f} | {ms / left:.1%} | {_number(rates.get(name), '.1f')} | "
+        f"{name} | {ms:.2f} | {ms / left[STEP]:.1%} | {_number(rates.get(name), '.1f')} | "
         f"{_number(stand_ins.get(name), '.2f')}"
-        for name, ms in phases.items()
+        for name, ms in left.items() if name not in (STEP, ISSUED)
     ])  # fmt: skip
     low, high = steps["least and most ms"]
     rows = [
-        f"time without stand-ins | {left:.1f} ms",
+        f"time without stand-ins | {left[STEP]:.1f} ms",
         f"time with {taken:.1f} ms of stand-ins | {times['step']:.1f} ms [{low:.1f}, {high:.1f}]",
         f"until the host has issued forward and backward | {times['issued']:.1f} ms",
         f"operations | {steps['TFLOP of a step']:.3g} TFLOP, {steps['TFLOP/s']:.4g} TFLOP/s",

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu import cases, groups, trace
+from benchmarks.gpu.honest import without
 from benchmarks.gpu.hopper import swiglu
 from benchmarks.gpu.phases import Phases, split
 from benchmarks.gpu.record import Record
@@ -246,9 +247,7 @@ def _steps(rank: RankOnDevice, plan: Estimate, count: int) -> dict[str, Any]:
     rank.step()
     steps = [rank.step() for _ in range(count)]
     medians, stand_ins = split({name: median(step[name] for step in steps) for name in steps[0]})
-    left = {name: seconds - stand_ins.get(name, 0.0) for name, seconds in medians.items()}
-    left["step"] -= sum(stand_ins.values())
-    trainer = rank.trainer
+    left, trainer = without(medians, stand_ins), rank.trainer
     flops = step_flops(trainer.job.shapes, trainer.job.frozen, rank.batch) / trainer.topology.world_size
     peak = peak_flops(trainer.topology.platform.device_name)
     return {
