@@ -74,6 +74,11 @@ class Config(Section):
         ours = self.model.compile != "none" or any(row.tp_overlap > 1 for row in self.modules.values())
         return "torch" if self.model.backend == "auto" and ours else self.model.backend
 
+    @property
+    def may_use_cudnn(self) -> bool:
+        """Whether cuDNN may compute attention: in half precision, unless `model.attention` excludes it."""
+        return self.model.attention == "auto" and self.model.dtype != "float32"
+
     def __post_init__(self) -> None:
         check_values(self)
 

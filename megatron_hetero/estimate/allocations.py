@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_hetero.models.layers.chunks import BLOCK, Chunks, TokenBlock, blocks_of, chunk_length
-from megatron_hetero.models.layers.cudnn_attention import WORKSPACE_ROWS, Call
+from megatron_hetero.models.layers.cudnn_attention import Call
 from megatron_hetero.models.layers.delta_rule import delta_rule
 from megatron_hetero.models.layers.offload import OffloadSizes
 from megatron_hetero.models.layers.sequences import Sequences
@@ -227,11 +227,10 @@ def cudnn_workspace(
     cudnn-frontend).
     """
     call = Call.ragged(queries, segments, longest)
-    rows = call.segments * call.longest
-    if queries != keys or rows > WORKSPACE_ROWS * call.tokens:  # cuDNN does not compute the pack.
+    if queries != keys or not call.is_compact:  # cuDNN does not compute the pack.
         return 0
     padded = 2 * head_dim * (4 * call.tokens * (heads + kv_heads) - queries * (heads + 2 * kv_heads))
-    return padded + rows * heads * (FP32 * (head_dim + 1) + 2 * 2 * head_dim * (heads != kv_heads))
+    return padded + call.rows * heads * (FP32 * (head_dim + 1) + 2 * 2 * head_dim * (heads != kv_heads))
 
 
 def measured_rule(device: str) -> Callable[..., Tensor]:

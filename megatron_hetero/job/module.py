@@ -83,7 +83,7 @@ class ModuleJob:
             dtype=DTYPES[config.model.dtype],
             backend=config.layer_backend,
             compiled=config.model.compile == "layers",
-            cudnn=config.model.attention == "auto",
+            cudnn=config.may_use_cudnn,
             optimizer=OPTIMIZERS[config.optimizer.name],
         )
         module._check_encoder()

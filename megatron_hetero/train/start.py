@@ -115,7 +115,7 @@ def resume_run(trainer: Trainer, inputs: Inputs) -> tuple[Resumed, Writer, Saver
     config, topology, watchdog = trainer.job.config, trainer.topology, trainer.topology.watchdog
     if topology.rank == FIRST:
         notices = backend_notices(config.layer_backend, topology.platform)
-        notices += [cudnn_support(topology.platform.device)[1]] if config.model.attention == "auto" else []
+        notices += [cudnn_support(topology.platform.device)[1]] if config.may_use_cudnn else []
         notices += [trainer.job.folders.notice, inputs.source.notice if inputs.source else ""]
         notices += adapters_text(trainer.job.shapes)
         for notice in filter(None, [*notices, *_unread(inputs), inputs.processor.advice]):

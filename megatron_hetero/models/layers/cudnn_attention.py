@@ -61,6 +61,16 @@ class Call(NamedTuple):
         """Return the call for one segment. Tokens are rounded finely, because padding is computed."""
         return cls("dense", padded := _rounded(tokens, 32), 1, padded)
 
+    @property
+    def rows(self) -> int:
+        """Rows of the backward pass's workspace: all segments, each as long as the longest."""
+        return self.segments * self.longest
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether the workspace is small enough for cuDNN to be the better choice."""
+        return self.rows <= WORKSPACE_ROWS * self.tokens
+
 
 def _rounded(tokens: int, steps: int) -> int:
     """Round up to a multiple of 128, and of 1 / `steps` of the power of two below."""
@@ -76,7 +86,7 @@ def calls_for(form: Form, lengths: tuple[int, ...], heads: int, head_dim: int) -
     """
     pack = Call.ragged(sum(lengths), len(lengths), max(lengths, default=0))
     calls = (pack,) if form == "ragged" else tuple(map(Call.dense, lengths))
-    fits = form == "dense" or pack.segments * pack.longest <= WORKSPACE_ROWS * pack.tokens
+    fits = form == "dense" or pack.is_compact
     fits = fits and pack.tokens * heads * head_dim < 2**31  # Offsets of elements have 32 bits.
     flop = 2 * heads * head_dim * sum(n * n for n in lengths)
     return calls if fits and flop >= LEAST_FLOP * len(calls) else ()

@@ -135,6 +135,15 @@ def test_layers_are_ours_where_a_setting_is_theirs_alone(write, more: str, backe
     assert load_config([*write(""), *more.split()]).layer_backend == backend
 
 
+@pytest.mark.parametrize("attention, dtype, allowed", [
+    ("auto", "bfloat16", True), ("auto", "float32", False), ("flash", "bfloat16", False),
+])  # fmt: skip
+def test_cudnn_is_tried_only_where_it_may_compute(write, attention: str, dtype: str, allowed: bool) -> None:
+    """So that a run without it does not compute a small pack at its start, or report on it."""
+    config = load_config([*write(""), "--model.attention", attention, "--model.dtype", dtype])
+    assert config.may_use_cudnn is allowed
+
+
 def test_empty_sections_and_none(write) -> None:
     config = load_config([*write("train:\nexport: {hf_dir: null}\n"), "--model.freeze", "--log.wandb", "none"])
     assert config.model.freeze == ()
