@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -192,7 +193,7 @@ def test_ranks_with_unlike_packages_do_not_train(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_run_compares_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    config: Any = None
+    config: Any = SimpleNamespace(may_use_cudnn=True)
     monkeypatch.setattr(inputs, "flat_settings", lambda _: {})
     monkeypatch.setattr(packages, "find", lambda _: Status("0.6.0"))
     facts = inputs._settings_and_versions(config, GPU)
