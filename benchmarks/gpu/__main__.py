@@ -9,7 +9,7 @@
                 plan's, MFU
   share-32b     the same of sp:8|tp:8
 
-Only by name, or all with `environment` and both shares as `--sections hopper`, in under ten minutes, too:
+With `--sections hopper`, together with `environment` and both shares, or with `--sections all`:
 
   attention     every attention kernel at a share's sizes: rate, error, time of a new plan
   spinning      the products of a layer beside a kernel that holds 16 multiprocessors, in both orders
@@ -19,8 +19,9 @@ Only by name, or all with `environment` and both shares as `--sections hopper`, 
   share-7b-before, share-32b-before
                 the shares with attention by FlashAttention-2 and SwiGLU compiled for any width
 
-Each runs in a process of its own with a limit; one that fails says so and the others go on. Results are in `gpu.md` and
-`gpu.json`, written after each section. The exit status is 1 where anything failed.
+Each runs in a process of its own with a limit; one that fails says so and the others go on. Sections that compare with
+`transformers` or with one rank come first, two side by side. Results are in `gpu.md` and `gpu.json`, written after each
+section. The exit status is 1 where anything failed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def main() -> int:
 
 
 def _outcomes(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, sections.Outcome]]:
-    """Of each section in turn, while there is time. On a CPU, where nothing is timed, two run side by side."""
+    """Outcome of each section in turn, while there is time. Two run side by side where nothing is timed."""
     start = time.monotonic()
 
     def run(name: str) -> sections.Outcome:
@@ -65,8 +66,16 @@ def _outcomes(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, 
         limit_s = max(1.0, min(SECTIONS[name].limit_s * options.time_limit / TOTAL_S, left_s))
         return sections.run(name, folder / name, limit_s, small=options.small)
 
-    with ThreadPoolExecutor(2 if _no_gpu() else 1) as pool:
-        yield from zip(options.sections, pool.map(run, options.sections), strict=True)
+    times_nothing = _no_gpu() is not None
+    for names in _untimed_first(options.sections):
+        with ThreadPoolExecutor(2 if times_nothing or SECTIONS[names[0]].exact else 1) as pool:
+            yield from zip(names, pool.map(run, names), strict=True)
+
+
+def _untimed_first(names: Sequence[str]) -> list[list[str]]:
+    """The sections that time nothing, then the others."""
+    split = [[name for name in names if SECTIONS[name].exact == exact] for exact in (True, False)]
+    return [part for part in split if part]
 
 
 def _options() -> argparse.Namespace:

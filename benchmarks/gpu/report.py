@@ -18,6 +18,7 @@ Numbers = Mapping[str, Any]
 def write(folder: Path, outcomes: Mapping[str, Outcome], *, small: bool, seconds: float) -> None:
     """Write `gpu.md` and `gpu.json`."""
     folder.mkdir(parents=True, exist_ok=True)
+    outcomes = {name: outcomes[name] for name in SECTIONS if name in outcomes}
     text = "\n\n".join([_head(outcomes, small, seconds), *(text_of(name, found) for name, found in outcomes.items())])
     (folder / "gpu.md").write_text(text + "\n", encoding="utf-8")
     sections = {name: asdict(found) | {"passed": found.passed} for name, found in outcomes.items()}

@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[2]
 @dataclass(frozen=True)
 class Section:
     """`module`: which measures, `measure(record, folder, *arguments, small=...)`. `limit_s`: of the seconds of all
-    sections, those that this one may take. `exact`: whether its arithmetic is to be fp32's own.
+    sections, those that this one may take. `exact`: whether its arithmetic is to be fp32's own. Such a section compares
+    numbers and times nothing, so another one may run beside it.
     """
 
     title: str
@@ -48,18 +49,17 @@ SECTIONS: Mapping[str, Section] = {
     "share-32b-before": Section("32B's share without kernels for Hopper", "share", 100, ("32B", "before")),
 }
 SETS: Mapping[str, tuple[str, ...]] = {
+    "all": tuple(SECTIONS),
     "default": ("environment", "correctness", "sharing", "program", "video", "share-7b", "share-32b"),
     "hopper": (
         "environment", "attention", "spinning", "swiglu", "graph", "experts",
-        "share-7b-before", "share-7b", "share-32b-before", "share-32b",
+        "share-7b", "share-32b", "share-7b-before", "share-32b-before",
     ),
 }  # fmt: skip
-"""Sections by the name of a set that `--sections` takes, too. Each set fits in `TOTAL_S`; both together would not.
-Who reads shares takes the last of a layout: without "before".
-"""
+"""Sections by the name of a set that `--sections` takes, too."""
 
 TOTAL_S = 590.0
-"""Seconds of a set. Few sections take what they may: their limits are for kernels that are compiled for the first time.
+"""Seconds of all sections. Few take what they may: their limits are for kernels that are compiled for the first time.
 """
 
 

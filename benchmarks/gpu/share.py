@@ -78,9 +78,11 @@ SMALL = {"7B": (Layout(8, "sp:4,dp:2", "tp:2,dp:4", 4),), "32B": (Layout(4, "sp:
 
 
 def measure(record: Record, folder: Path, model: str, when: str = "", *, small: bool) -> None:
-    """Build the rank, and take steps. `when`: "before" for kernels that are not for Hopper."""
+    """Build the rank, and take steps: of two micro-batches and of more. `when`: "before" for two micro-batches with
+    kernels that are not for Hopper.
+    """
     with _kernels_before() if when else contextlib.nullcontext():
-        _measure(record, folder, model, small=small)
+        _measure(record, folder, model, more=not when, small=small)
 
 
 @contextlib.contextmanager
@@ -97,7 +99,7 @@ def _kernels_before() -> Iterator[None]:
         yield
 
 
-def _measure(record: Record, folder: Path, model: str, *, small: bool) -> None:
+def _measure(record: Record, folder: Path, model: str, *, more: bool, small: bool) -> None:
     platform = replace(Platform.detect(), backend=groups.EchoGroup.backend, host_backend=groups.EchoGroup.backend)
     if small:
         write_samples(folder, cases.SMALL, [])
@@ -109,6 +111,8 @@ def _measure(record: Record, folder: Path, model: str, *, small: bool) -> None:
     dist.init_process_group(platform.backend, store=dist.HashStore(), rank=RANK, world_size=layout.world)
     record.put("planned GB", dict(zip(KINDS, (plan.memory[RANK] / 1e9).tolist(), strict=True)))
     _of_two(record, plan, platform)
+    if not more:
+        return
     _free(platform)
     plan = Estimate.of(load_config(_flags(place, layout, MORE, small=small)), layout.world, gpu=platform.is_cuda)
     record.put("more steps", {"micro-batches": MORE, **_steps(_rank(plan, platform), plan, STEPS_OF_MORE)})
