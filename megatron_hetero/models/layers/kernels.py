@@ -99,6 +99,8 @@ def cudnn_support(device: torch.device) -> tuple[Form | None, str]:
     """Return how cuDNN computes attention on this device, if it does, and a notice about it for the log."""
     if device.type != "cuda" or cuda_capability(device)[0] != HOPPER:
         return None, ""
+    if not unusable(FLASH_ATTN_3, find(FLASH_ATTN_3)):  # `choose_kernel` prefers it.
+        return None, ""
     version = torch.backends.cudnn.version() or 0
     # This argument is as old as the cache for plans of ragged calls.
     schema = torch.ops.aten._cudnn_attention_forward.default._schema
@@ -106,7 +108,8 @@ def cudnn_support(device: torch.device) -> tuple[Form | None, str]:
     problem = cudnn_problem(form, device) if version >= CUDNN_VERSION else f"{CUDNN_VERSION} or newer works"
     if problem:
         return None, f"cuDNN {version} is not used for attention ({problem}): FlashAttention is used instead."
-    return form, f"cuDNN {version} is used for causal attention of long segments ({form} calls)."
+    sizes = f"{CUDNN_HEAD_DIMS[0]} to {CUDNN_HEAD_DIMS[-1]} elements"
+    return form, f"cuDNN {version} is used for causal attention of long segments and heads of {sizes} ({form} calls)."
 
 
 def cudnn_problem(form: Form, device: torch.device, attend: Callable[..., Tensor] = attend) -> str:

@@ -370,10 +370,13 @@ def test_one_line_says_whether_cudnn_is_used(version: int | None, found: str, mo
             notice == f"cuDNN {found} is not used for attention (91800 or newer works): FlashAttention is used instead."
         )
     else:
-        assert notice == f"cuDNN {found} is used for causal attention of long segments ({form} calls)."
+        assert notice.endswith(f"long segments and heads of 64 to 128 elements ({form} calls).") and found in notice
         assert chosen.func is cudnn_or and chosen.keywords == {"form": form, "other": torch_flash}
         assert kernels.kernel_for(device, torch.bfloat16, 128, cudnn=False) is torch_flash
         assert kernels.kernel_for(device, torch.bfloat16, 56) is torch_flash
+    with monkeypatch.context() as installed:
+        installed.setattr(kernels, "unusable", lambda *_: "")
+        assert kernels.cudnn_support(device) == (None, ""), "FlashAttention-3 computes it"
     monkeypatch.setattr(kernels, "cuda_capability", lambda _: (8, 0))
     assert kernels.cudnn_support(device) == (None, "") == kernels.cudnn_support(CPU)
 
