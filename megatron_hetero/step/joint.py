@@ -132,12 +132,29 @@ class JointOptimizer(Optimizer):
         """Update all weights with the summed gradients times `scale`. `step`: a unique number of this update; None for
         the number of updates. Raises `UserError` for gradients that have not been summed.
         """
+        self._begin_update()
+        for each in self.optimizers.values():
+            each.update(scale, step)
+
+    @torch.no_grad()
+    def update_unless_nan(self, scale: Tensor, step: int | None = None) -> None:
+        """Like `update`, but leave all weights and states unchanged if `scale` is NaN. The host does not wait for the
+        fused updates of `AdamW` and `SGD`; once it has found that they were skipped, call `uncount`.
+        """
+        self._begin_update()
+        for each in self.optimizers.values():
+            each.update_unless_nan(scale, step)
+
+    def uncount(self, skipped: int) -> None:
+        """Subtract `skipped` updates, which `update_unless_nan` left out, from the counts of updates."""
+        for state in (state for each in self.sharded.values() for state in each.states):
+            state.updates.sub_(skipped)
+
+    def _begin_update(self) -> None:
         # Advance the phase before the update, since an optimizer may free gradients in its update.
         for module in self.modules:
             if module.trained:
                 module.gradients.advance(Phase.APPLIED)
-        for each in self.optimizers.values():
-            each.update(scale, step)
 
     @watched
     @torch.no_grad()
