@@ -79,11 +79,11 @@ class GradientTable:
         """Return the factor that turns gradients of sums over `tokens` into gradients of means, and clips these to a
         norm of `limit` (0: no limit): an fp64 scalar on the device. It is NaN if the summary would have `faults`.
         """
-        trained, finite, squares = self._columns(self.rows)
-        sound = self.rows[:, 0].isfinite().all() & (finite >= trained).all() & squares.sum(0).isfinite().all()
-        # The operations of `GradientSummary.norm`, so that the factor has the same bits as one from the summary.
-        norm = self.squares.clamp(min=0.0).sqrt().square().sum().sqrt() / tokens
-        return torch.where(sound, clip_factor(norm, limit) / tokens, torch.nan)
+        total = self.rows.sum(0)  # Not finite if any loss or square is not.
+        trained, finite, squares = (each[0] for each in self._columns(total[None]))
+        is_sound = total.isfinite().all() & trained.eq(finite).all()
+        norm = torch.linalg.vector_norm(squares.clamp(min=0.0).sqrt())
+        return torch.where(is_sound, clip_factor(norm / tokens, limit) / tokens, torch.nan)
 
     def on_host(self) -> GradientTable:
         """Copy the table to pinned memory without waiting (see `platform.on_host`)."""
