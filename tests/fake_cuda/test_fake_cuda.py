@@ -23,8 +23,7 @@ from tests.fake_cuda.cases import CASES, LONG, Case
 from tests.support.matrix import long
 
 END = "rest", "megatron_hetero/groups/platform.py wait: an event"
-"""The one place where the host waits for the device in a step: for the end of the step, which the training loop asks for
-when it has issued the next one.
+"""Where the host waits for the device, once a step: for its end. A training loop has issued the next step before that.
 """
 PLAIN = "update", "megatron_hetero/step/optimizer.py _apply: _local_scalar_dense of a tensor on the device"
 """The factor of the gradients, once for each module and view whose update is not one pass (8-bit moments)."""

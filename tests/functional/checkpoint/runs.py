@@ -101,7 +101,7 @@ def program(flags: list[str], asked: str = "") -> tuple[bool, str]:
         return lambda step, *_: request.note(signal.SIGTERM, None) if f"{what} {step}" == asked and last else None
 
     last = dist.get_rank() == dist.get_world_size() - 1
-    with calling(Trainer, "_refuse_faults", in_("step")), calling(HeldOutEvaluation, "_evaluate", in_("evaluation")):
+    with calling(Trainer, "issue_step", in_("step")), calling(HeldOutEvaluation, "_evaluate", in_("evaluation")):
         try:
             return pretrain_vlm.train(load_config(flags), platform(), request), ""
         except UserError as error:
