@@ -138,15 +138,17 @@ class JointOptimizer(Optimizer):
 
     @torch.no_grad()
     def update_unless_nan(self, scale: Tensor, step: int | None = None) -> None:
-        """Like `update`, but leave all weights and states unchanged if `scale` is NaN. The host does not wait for the
-        fused updates of `AdamW` and `SGD`; once it has found that they were skipped, call `uncount`.
+        """Like `update`, but leave all weights and states unchanged if `scale` is NaN; then call `uncount`. The host
+        waits for `scale`, once, unless all updates are fused.
         """
         self._begin_update()
+        fused = all(each.skips_on_device for each in self.optimizers.values())
+        given = scale if fused else scale.item()
         for each in self.optimizers.values():
-            each.update_unless_nan(scale, step)
+            each.update_unless_nan(given, step)
 
     def uncount(self, skipped: int) -> None:
-        """Subtract `skipped` updates, which `update_unless_nan` left out, from the counts of updates."""
+        """Subtract `skipped` updates, which `update_unless_nan` has left out, from the counts of updates."""
         for state in (state for each in self.sharded.values() for state in each.states):
             state.updates.sub_(skipped)
 

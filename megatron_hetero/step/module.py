@@ -268,9 +268,14 @@ class ModuleOptimizer(ABC):
         number of updates.
         """
 
-    def update_unless_nan(self, scale: Tensor, step: int | None = None) -> None:
-        """Like `update`, but leave weights and states unchanged if `scale` is NaN. The host may wait for `scale`."""
-        if not math.isnan(number := scale.item()):
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether `update_unless_nan` does not wait for a `scale` on the device."""
+        return False
+
+    def update_unless_nan(self, scale: float | Tensor, step: int | None = None) -> None:
+        """Like `update`, but leave weights and states unchanged if `scale` is NaN."""
+        if not math.isnan(number := float(scale)):
             self.update(number, step)
 
     def zero(self) -> None:  # noqa: B027 (the module zeroes its gradients)

@@ -89,11 +89,16 @@ class ShardOptimizer(ModuleOptimizer):
             scale = 1.0
         self._apply(scale, step)
 
+    @property
+    @override
+    def skips_on_device(self) -> bool:
+        return self.module.topology.platform.compiles and all(map(is_fused, self.states))
+
     @torch.no_grad()
     @override
-    def update_unless_nan(self, scale: Tensor, step: int | None = None) -> None:
+    def update_unless_nan(self, scale: float | Tensor, step: int | None = None) -> None:
         """Like `update`, but leave weights, masters and moments unchanged if `scale` is NaN. The update is counted all
-        the same (see `JointOptimizer.uncount`). The host waits for `scale` only if the update is not fused.
+        the same (see `JointOptimizer.uncount`).
         """
         self._apply(scale, step)
 
@@ -101,7 +106,7 @@ class ShardOptimizer(ModuleOptimizer):
         if step is None:
             step = 1 + max((int(state.updates.max()) for state in self.states), default=0)
         self.module.weights.wait()
-        if self.module.topology.platform.compiles and all(map(is_fused, self.states)):
+        if self.skips_on_device:
             self._update_fused(step, scale)
         elif not math.isnan(factor := float(scale)):
             if factor != 1.0:

@@ -54,8 +54,8 @@ class IssuedStep:
         balance: load-balancing loss of this rank.
         loads: layers with experts on this rank, and their loads.
         table: losses and squared norms of all ranks; None if nothing was trained.
-        scale: factor of the gradients on the device, NaN if this step or one issued before it was not finite, so that
-            its update was skipped.
+        scale: factor of the gradients, a scalar on the device; NaN if this step, or a step that had not been read when
+            it was issued, is not finite, so that the update is skipped.
     """
 
     step: int
@@ -75,8 +75,8 @@ class IssuedStep:
 
 @dataclass(frozen=True, eq=False)
 class Trainer:
-    """Trains the modules on this rank, step by step. The host may issue a step before it reads the previous one: then
-    it waits for the device once in a step, for work that ended while the device was given more.
+    """Trains the modules on this rank, step by step. The host may issue a step before it reads the previous one: it
+    then waits for the device once a step, while the device has more work.
 
     Attributes:
         job: specification of modules, batches and schedules.
@@ -117,21 +117,22 @@ class Trainer:
                 f"step {step}: found no supervised token in the global batch, expected some, because the loss "
                 f"divides by their number; raise the batch size, or correct the data"
             )
-        result = table = scale = None
+        result = table = rows = None
+        scale = before = self.issued[-1].scale if self.issued else None
         with self.profiler.step(step):
             if batch.sample_lengths:  # Without trained samples, only the learning rate schedule advances.
                 result = self._run(batch)
                 table = self._summed(result)
                 scale = table.scale(batch.supervised, self.job.config.optimizer.clip_grad)
-                if self.issued and (before := self.issued[-1].scale) is not None:
+                if before is not None:
                     scale = torch.where(before.isnan(), before, scale)
             with self.watched(f"the update of step {step}"):
                 # Copy figures before the update: the copies would otherwise wait for the weights to be gathered.
                 figures, sums = self._figures(batch, stop), self._sums(result)
                 layers, loads = take_loads(self.optimizer.modules, self.topology)
-                rows = None if table is None else table.on_host()
                 balance, loads = on_host(sums), on_host(loads)
-                if scale is not None:
+                if table is not None and scale is not None:
+                    rows = table.on_host()
                     self._update(step, scale)
         self.issued.append(
             IssuedStep(

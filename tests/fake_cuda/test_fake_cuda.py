@@ -25,8 +25,6 @@ from tests.support.matrix import long
 END = "rest", "megatron_hetero/groups/platform.py wait: an event"
 """Where the host waits for the device, once a step: for its end. A training loop has issued the next step before that.
 """
-PLAIN = "update", "megatron_hetero/step/optimizer.py _apply: _local_scalar_dense of a tensor on the device"
-"""The factor of the gradients, once for each module and view whose update is not one pass (8-bit moments)."""
 SIZES = "text forward", "megatron_hetero/models/layers/dispatch.py _sizes: a copy to the host"
 """Once in each sparse layer and micro-batch where experts are on several ranks, and in no backward pass."""
 READ = "text forward", "megatron_hetero/models/layers/dispatch.py _read: a copy to the host"
