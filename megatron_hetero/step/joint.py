@@ -138,13 +138,14 @@ class JointOptimizer(Optimizer):
 
     @torch.no_grad()
     def update_unless_nan(self, scale: Tensor, step: int | None = None) -> None:
-        """Like `update`, but leave all weights and states unchanged if `scale` is NaN; then call `uncount`. The host
-        waits for `scale`, once, unless all updates are fused.
+        """Like `update`, for `AdamW` and `SGD` only, but leave all weights and states unchanged if `scale` is NaN; then
+        call `uncount`. The host waits for `scale`, once, unless all updates are fused.
         """
         self._begin_update()
-        fused = all(each.skips_on_device for each in self.optimizers.values())
-        given = scale if fused else scale.item()
-        for each in self.optimizers.values():
+        optimizers = list(self.sharded.values())
+        assert len(optimizers) == len(self.optimizers), "other optimizers cannot skip an update"
+        given = scale if all(each.is_fused for each in optimizers) else scale.item()
+        for each in optimizers:
             each.update_unless_nan(given, step)
 
     def uncount(self, skipped: int) -> None:

@@ -15,7 +15,6 @@ a flat range of the elements of each parameter (Rajbhandari et al. 2020, arXiv 1
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -267,16 +266,6 @@ class ModuleOptimizer(ABC):
         """Update the weights with the gradients times `scale`. `step`: a unique number of this update; None for the
         number of updates.
         """
-
-    @property
-    def skips_on_device(self) -> bool:
-        """Whether `update_unless_nan` does not wait for a `scale` on the device."""
-        return False
-
-    def update_unless_nan(self, scale: float | Tensor, step: int | None = None) -> None:
-        """Like `update`, but leave weights and states unchanged if `scale` is NaN."""
-        if not math.isnan(number := float(scale)):
-            self.update(number, step)
 
     def zero(self) -> None:  # noqa: B027 (the module zeroes its gradients)
         """Free the optimizer's copies of gradients, if any."""

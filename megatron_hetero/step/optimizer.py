@@ -87,26 +87,22 @@ class ShardOptimizer(ModuleOptimizer):
         if isinstance(scale, Tensor):
             scale_gradients([self.module], scale)
             scale = 1.0
-        self._apply(scale, step)
+        self.update_unless_nan(scale, step)
 
     @property
-    @override
-    def skips_on_device(self) -> bool:
+    def is_fused(self) -> bool:
+        """Whether an update is one pass over all numbers."""
         return self.module.topology.platform.compiles and all(map(is_fused, self.states))
 
     @torch.no_grad()
-    @override
     def update_unless_nan(self, scale: float | Tensor, step: int | None = None) -> None:
         """Like `update`, but leave weights, masters and moments unchanged if `scale` is NaN. The update is counted all
-        the same (see `JointOptimizer.uncount`).
+        the same. The host waits for `scale` unless the optimizer `is_fused`.
         """
-        self._apply(scale, step)
-
-    def _apply(self, scale: float | Tensor, step: int | None) -> None:
         if step is None:
             step = 1 + max((int(state.updates.max()) for state in self.states), default=0)
         self.module.weights.wait()
-        if self.skips_on_device:
+        if self.is_fused:
             self._update_fused(step, scale)
         elif not math.isnan(factor := float(scale)):
             if factor != 1.0:

@@ -37,22 +37,20 @@ Laps = Mapping[str, Sequence[float]]
 """Durations in seconds on this rank of each run of a module and each boundary crossing, by name."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class IssuedStep:
     """A step whose work has been issued to the device, and what the host reads once the device has done it.
 
     Attributes:
         step: number of the step.
-        batch: its batch, without the inputs.
-        runs: number of runs of each encoder in the step.
-        micro_batches: number of micro-batches.
-        began: when the step began, by `time.perf_counter`, including the wait for the batch.
-        waited: seconds spent waiting for the batch.
+        batch: its batch.
+        began: when the step began, by `time.perf_counter`, including the `waited` seconds for its batch.
         ended: function that waits for the device, and returns the time of the end (see `Platform.mark`).
         laps: function that then returns the `Laps` of the step.
-        figures: figures of this rank that the host knows.
+        memory: peak memory before the update.
+        stopping: whether this rank was asked to stop.
         balance: load-balancing loss of this rank.
-        loads: layers with experts on this rank, and their loads.
+        loads: the result of `take_loads`.
         table: losses and squared norms of all ranks; None if nothing was trained.
         scale: factor of the gradients, a scalar on the device; NaN if this step, or a step that had not been read when
             it was issued, is not finite, so that the update is skipped.
@@ -60,17 +58,16 @@ class IssuedStep:
 
     step: int
     batch: StepBatch
-    runs: Mapping[str, int]
-    micro_batches: int
     began: float
     waited: float
     ended: Callable[[], float]
     laps: Callable[[], Laps]
-    figures: Mapping[str, float]
+    memory: int
+    stopping: bool
     balance: torch.Tensor
     loads: tuple[Sequence[int], torch.Tensor]
-    table: GradientTable | None = None
-    scale: torch.Tensor | None = None
+    table: GradientTable | None
+    scale: torch.Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,8 +114,8 @@ class Trainer:
                 f"step {step}: found no supervised token in the global batch, expected some, because the loss "
                 f"divides by their number; raise the batch size, or correct the data"
             )
-        result = table = rows = None
         scale = before = self.issued[-1].scale if self.issued else None
+        result = table = rows = None
         with self.profiler.step(step):
             if batch.sample_lengths:  # Without trained samples, only the learning rate schedule advances.
                 result = self._run(batch)
@@ -127,24 +124,24 @@ class Trainer:
                 if before is not None:
                     scale = torch.where(before.isnan(), before, scale)
             with self.watched(f"the update of step {step}"):
-                # Copy figures before the update: the copies would otherwise wait for the weights to be gathered.
-                figures, sums = self._figures(batch, stop), self._sums(result)
+                memory, stopping = self.topology.platform.peak_memory_bytes(), bool(stop)
+                sums = result.metrics.get(TEXT, {}) if result is not None and self.counts_loss else {}
                 layers, loads = take_loads(self.optimizer.modules, self.topology)
-                balance, loads = on_host(sums), on_host(loads)
+                # Copy results before the update: the copies would otherwise wait for the weights to be gathered.
+                balance, loads = on_host(sums.get("balance_loss", torch.zeros(()))), on_host(loads)
                 if table is not None and scale is not None:
                     rows = table.on_host()
                     self._update(step, scale)
         self.issued.append(
             IssuedStep(
                 step=step,
-                batch=replace(batch, micro_batches=()),
-                runs=self._run_counts(batch),
-                micro_batches=len(batch.micro_batches),
+                batch=batch,
                 began=start,
                 waited=waited,
                 ended=self.topology.platform.mark(),
                 laps=self.runner.watch.take(),
-                figures=figures,
+                memory=memory,
+                stopping=stopping,
                 balance=balance,
                 loads=(layers, loads),
                 table=rows,
@@ -233,8 +230,9 @@ class Trainer:
         """Return the metrics of a step that has ended, except its duration. Collective: all ranks exchange their
         figures. `summary`: the summary of its gradients; None if nothing was trained.
         """
-        batch, runs, laps = issued.batch, issued.runs, issued.laps()
-        figures = self._all_figures(issued, laps)
+        batch, laps = issued.batch, issued.laps()
+        runs = self._run_counts(batch)
+        figures = self._figures(issued, runs, laps)
         columns = self.all_gather(list(figures.values())).T.tolist()
         by_rank: dict[str, list[float]] = dict(zip(figures, columns, strict=True))
         encoders, balanced = self.job.shapes.encoders, self.job.balance and batch.supervised
@@ -266,47 +264,39 @@ class Trainer:
                 "encoder_padding_share": _share(sum(by_rank["patch padding"]), sum(by_rank["patches"])),
                 "text_idle_share_predicted": idle_share(*batch.text_loads),
                 "text_padding_share": _share(sum(by_rank["padding"]), sum(by_rank["tokens"])),
-                **self._filled(batch, issued.micro_batches),
+                **self._filled(batch),
                 **({"expert_load": max(loads.values())} if loads else {}),
                 **{f"expert_load_{number}": load for number, load in loads.items()},
                 **({"balance_loss": sum(by_rank["balance loss"]) / batch.supervised} if balanced else {}),
             },
         )
 
-    def _figures(self, batch: StepBatch, stop: object) -> dict[str, float]:
-        """Return this rank's figures of a step that the host knows: peak memory, stop flag, and numbers of tokens and
-        patches in samples and in padding.
+    def _figures(self, issued: IssuedStep, runs: Mapping[str, int], laps: Laps) -> dict[str, float]:
+        """Return this rank's figures of a step that has ended, with the same names on all ranks: peak memory, stop
+        flag, numbers of tokens and patches in samples and in padding, load-balancing loss, loads of experts (0 for
+        layers on other ranks), and durations of encoder runs. `runs`: number of runs of each encoder.
         """
         encoders = self.job.shapes.encoders
-        inputs = [each for micro_batch in batch.micro_batches for each in micro_batch.inputs.items()]
+        inputs = [each for micro_batch in issued.batch.micro_batches for each in micro_batch.inputs.items()]
         texts = [text for name, text in inputs if name == TEXT]
         chunks = [chunk for name, given in inputs if name in encoders for chunk in chunks_of(given)]
         embedded = [chunk for chunk in chunks if chunk.patches is not None]
         tokens = sum(text.positions.shape[1] for text in texts)
         patch_padding = sum(chunk.padding for chunk in embedded)
-        return {
-            "memory": float(self.topology.platform.peak_memory_bytes()),
-            "stopping": float(bool(stop)),
+        figures = {
+            "memory": float(issued.memory),
+            "stopping": float(issued.stopping),
             "padding": float(sum(len(text.tokens) for text in texts) - tokens),
             "tokens": float(tokens),
             "patch padding": float(patch_padding),
             "patches": float(sum(len(each.patches) for each in embedded) - patch_padding),
+            "balance loss": float(issued.balance),
         }
-
-    def _sums(self, result: StepResult | None) -> torch.Tensor:
-        """Return this rank's share of the load-balancing loss, a scalar. `result`: None if nothing was trained."""
-        sums = result.metrics.get(TEXT, {}) if result is not None and self.counts_loss else {}
-        return sums.get("balance_loss", torch.zeros(()))
-
-    def _all_figures(self, issued: IssuedStep, laps: Laps) -> dict[str, float]:
-        """Return this rank's figures of a step that has ended, with the same names on all ranks: those of `_figures`,
-        load-balancing loss, loads of experts (0 for layers on other ranks), and durations of encoder runs.
-        """
-        figures = {**issued.figures, "balance loss": float(issued.balance)}
-        figures |= {f"load {number}": 0.0 for number in self._expert_layers}
         layers, loads = issued.loads
-        figures |= {f"load {number}": load for number, load in zip(layers, loads.tolist(), strict=True)}
-        for name, count in issued.runs.items():
+        load_by_layer = dict(zip(layers, loads.tolist(), strict=True))
+        for number in self._expert_layers:
+            figures[f"load {number}"] = load_by_layer.get(number, 0.0)
+        for name, count in runs.items():
             seconds = laps.get(name, ())
             assert len(seconds) <= count, f"{len(seconds)} runs of {name}, {count} in the schedule"
             for number in range(count):
@@ -326,11 +316,11 @@ class Trainer:
             counts[name] = sum(action.op == "run" and action.module == name for action in role.actions)
         return counts
 
-    def _filled(self, batch: StepBatch, count: int) -> dict[str, float | int]:
+    def _filled(self, batch: StepBatch) -> dict[str, float | int]:
         """Return the share of the token budget that packs fill, and the number of micro-batches; an empty dict if there
         is no token budget.
         """
-        budget = self.job.budget
+        budget, count = self.job.budget, len(batch.micro_batches)
         if budget is None:
             return {}
         packs = count * self.job.batch.replicas

@@ -27,8 +27,7 @@ from megatron_hetero.train.run import Run
 from megatron_hetero.train.trainer import Trainer
 from tests.functional.checkpoint import runs as jobs
 from tests.functional.checkpoint.checks import same
-from tests.functional.checkpoint.runs import calling, flags, zero
-from tests.functional.checkpoint.test_precision import fused
+from tests.functional.checkpoint.runs import calling, flags, fused, zero
 from tests.support.matrix import thinned
 from tests.support.pool import Pools
 from tests.support.runs import build_logged
