@@ -64,6 +64,9 @@ def build_trainer(
     from megatron_hetero.train.trainer import Trainer
 
     prepare(job, platform)
+    # Create this host group first: PyTorch names it by the number of a rank's groups, which is equal only now.
+    with watchdog.waiting(lambda: "the creation of process groups, with all other ranks,"):
+        figures = platform.host_group("figures")
     # Process groups along the axes of each layout, and for rows that cross between modules.
     topology = build(
         job.graph,
@@ -80,7 +83,8 @@ def build_trainer(
     # One for all modules: their gradients have one norm, by which they are clipped.
     optimizer = build_optimizer(job, topology, modules)
     runner = Runner(topology, on_rank(job, modules), optimizer=optimizer, watch=Stopwatch(platform), check=False)
-    return Trainer(job, topology, optimizer, runner, StepProfiler(job.config, topology, optimizer.wait_for_weights))
+    profiler = StepProfiler(job.config, topology, optimizer.wait_for_weights)
+    return Trainer(job, topology, optimizer, runner, profiler, figures)
 
 
 def build_run(config: Config, platform: Platform) -> Run:
@@ -121,15 +125,14 @@ def train(config: Config, platform: Platform, request: StopRequest) -> bool:
             run.writer.print(line)
         for held_out in evaluation.after(run.resumed.step):
             run.writer.write_evaluation(held_out)
-        for step, batch, waited in run.batches():
-            metrics = run.trainer.train_step(step, batch, waited, stop=request)
+        for metrics in run.steps(request):
             run.writer.write(metrics)
             # Before evaluating: a run that resumes from here repeats an evaluation that failed or was skipped.
-            for note in run.saver.after(step, metrics.stopping):
+            for note in run.saver.after(metrics.step, metrics.stopping):
                 run.writer.print(note)
             if metrics.stopping:
                 break
-            for held_out in evaluation.after(step):
+            for held_out in evaluation.after(metrics.step):
                 run.writer.write_evaluation(held_out)
     return ending.export_and_finish()
 

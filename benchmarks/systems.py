@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -82,10 +82,15 @@ class PhaseWatch(Stopwatch):
         if self.meter is not None:
             self.meter.phase = ""
 
-    def read(self) -> dict[str, list[float]]:
-        laps = super().read()
-        self.last = {name: sum(seconds) for name, seconds in laps.items()}
-        return laps
+    def take(self) -> Callable[[], dict[str, list[float]]]:
+        seconds_of = super().take()
+
+        def read() -> dict[str, list[float]]:
+            laps = seconds_of()
+            self.last = {name: sum(seconds) for name, seconds in laps.items()}
+            return laps
+
+        return read
 
 
 @contextlib.contextmanager

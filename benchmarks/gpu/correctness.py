@@ -52,7 +52,7 @@ def _fp32_steps(record: Record, folder: Path, platform: Platform) -> None:
     before = reference.weights()
     expected_losses, expected = reference.train(cases.STEPS)
     run = cases.build(platform, cases.flags(folder, "dp:1", "dp:1", "float32"))
-    losses = [run.trainer.train_step(step, batch).loss for step, batch, _ in run.batches()]
+    losses = [metrics.loss for metrics in run.steps(stop=False)]
     found = cases.stored(run)
     moved = {name: expected[name] - before[name] for name in before}
     error = difference({name: found[name] - before[name] for name in before}, moved)

@@ -194,8 +194,9 @@ class RankOnDevice:
         return cls(trainer, batch, watch)
 
     def step(self) -> dict[str, float]:
-        """One step as `Trainer.train_step` takes it, timed in parts. Seconds: of the whole, until the host had
-        issued forward and backward, and of each phase and its stand-ins (see `phases.split`) on the device's stream.
+        """One step as `Trainer.issue_step` takes it, timed in parts: the host waits for its end only. Seconds: of the
+        whole, until the host had issued forward and backward, and of each phase and its stand-ins (see `phases.split`)
+        on the device's stream.
         """
         trainer, platform = self.trainer, self.trainer.topology.platform
         platform.synchronize()
@@ -205,9 +206,10 @@ class RankOnDevice:
         loss = trainer.runner.run(trainer.job.schedule, self.load).loss
         issued = time.perf_counter() - start
         with self.watch.lap("gradient sums"):
-            trainer.optimizer.reduce(loss, loss_counts_here=trainer.counts_loss).read()
+            table = trainer.optimizer.reduce(loss, loss_counts_here=trainer.counts_loss)
+            scale = table.scale(self.batch.supervised, trainer.job.config.optimizer.clip_grad)
         with self.watch.lap("update"):
-            trainer.optimizer.update(1.0 / self.batch.supervised, 1)
+            trainer.optimizer.update_unless_nan(scale, 1)
         platform.synchronize()
         seconds = time.perf_counter() - start
         phases = {name: sum(laps) for name, laps in self.watch.read().items()}

@@ -74,9 +74,8 @@ class Saver:
         raised after a later step.
         """
         self.trained = step
-        chosen = self.config.checkpoint
+        chosen, due = self.config.checkpoint, self.is_due(step, stopping)
         last = stopping or step == self.config.train.iters
-        due = chosen.dir is not None and (last or step % chosen.interval == 0)
         raises = step < self.config.train.iters
         with self._watched(lambda: f"the saving of a checkpoint after step {step}, with all other ranks,"):
             notes = self._ended(waits=due, raises=raises)
@@ -86,6 +85,11 @@ class Saver:
         if stopping and self.lost is not None:  # A stopped run must not exit as if it had saved.
             raise self.lost
         return notes
+
+    def is_due(self, step: int, stopping: bool = False) -> bool:
+        """Return whether a checkpoint is due after `step`; `stopping`: whether the run stops after it."""
+        chosen, last = self.config.checkpoint, stopping or step == self.config.train.iters
+        return chosen.dir is not None and (last or step % chosen.interval == 0)
 
     @property
     def is_busy(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import resource
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -114,6 +115,15 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a device tensor to pinned memory without waiting; values are valid once the device has copied them. Returns
+    the tensor itself on a CPU.
+    """
+    if tensor.device.type != "cuda":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype).pin_memory().copy_(tensor, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -263,6 +273,22 @@ class Platform:
         """Wait until the device has finished its work."""
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
+
+    def mark(self) -> Callable[[], float]:
+        """Return a function that waits for the work issued to the current stream until now, and returns the time at
+        which the wait has ended, by `time.perf_counter`: on a CPU, the time of this call.
+        """
+        if not self.is_cuda:
+            ended = time.perf_counter()
+            return lambda: ended
+        event = torch.cuda.Event()
+        event.record()
+
+        def wait() -> float:
+            event.synchronize()
+            return time.perf_counter()
+
+        return wait
 
     def peak_memory_bytes(self) -> int:
         """Return the peak memory so far in bytes: allocated for tensors on a GPU, resident in the process on a CPU."""

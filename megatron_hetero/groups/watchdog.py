@@ -60,12 +60,22 @@ class Stopwatch:
 
     def read(self) -> dict[str, list[float]]:
         """Return the seconds of each lap since the last call, by name. On a GPU, synchronise first."""
-        seconds: dict[str, list[float]] = {}
-        for name, start, stop in self._laps:
-            lap = start.elapsed_time(stop) / 1000 if self._platform.is_cuda else stop - start
-            seconds.setdefault(name, []).append(lap)
-        self._laps.clear()
-        return seconds
+        return self.take()()
+
+    def take(self) -> Callable[[], dict[str, list[float]]]:
+        """Forget the laps since the last call, and return a function that returns what `read` would have returned. On a
+        GPU, wait for the end of these laps before calling the function.
+        """
+        laps, self._laps = self._laps, []
+
+        def read() -> dict[str, list[float]]:
+            seconds: dict[str, list[float]] = {}
+            for name, start, stop in laps:
+                lap = start.elapsed_time(stop) / 1000 if self._platform.is_cuda else stop - start
+                seconds.setdefault(name, []).append(lap)
+            return seconds
+
+        return read
 
     def _now(self) -> Any:
         if not self._platform.is_cuda:

@@ -32,7 +32,7 @@ from megatron_hetero.step.optimizer_state import OptimizerState
 
 SEGMENTS = 64
 """The maximum number of segments in a call of `update_`. Each segment has separate rates."""
-_SHARED, _RATES, _ALIGNMENT = 8, 3, 4
+_SHARED, _RATES, _ALIGNMENT = 7, 3, 4
 _LOW = 0xFFFF
 
 
@@ -56,7 +56,6 @@ class CallRates:
     """The rates of a call of `update_`.
 
     Attributes:
-        scale: the factor of the gradients.
         first: one minus the first beta.
         second: one minus the second beta.
         eps: a number that is added to the root of the second moment.
@@ -64,7 +63,6 @@ class CallRates:
         segments: the rates of each segment.
     """
 
-    scale: float
     first: float
     second: float
     eps: float
@@ -74,7 +72,7 @@ class CallRates:
     def numbers(self) -> list[float]:
         """Return the argument `numbers` of `update_`, padded to 16 bytes. fp32 represents its integers exactly."""
         place = divmod(self.noise.start % (1 << 32), 1 << 16)
-        shared = [self.scale, self.first, self.second, self.eps, *map(float, (*self.noise.keys, *place))]
+        shared = [self.first, self.second, self.eps, *map(float, (*self.noise.keys, *place))]
         width = SEGMENTS if len(self.segments) > 1 else 1
         numbers = list(shared)
         for row in zip(*((s.rate, s.root, s.decay) for s in self.segments), strict=True):
@@ -90,8 +88,10 @@ def update_(
     moments: tuple[Tensor, Tensor] | None,
     numbers: Tensor,
     ends: Tensor | None,
+    scale: Tensor,
 ) -> None:
     """Update `weights`, `beside` and `moments` in place by a step of AdamW or SGD. The first four arguments are [n].
+    They do not change if `scale` is NaN: what is stored is then what was read, which each format stores exactly.
 
     Args:
         weights: fp32 weights, or int16 bits of bfloat16 weights.
@@ -100,23 +100,25 @@ def update_(
         moments: the two moments of AdamW, in fp32 or as int16 bits of bfloat16; None for SGD.
         numbers: the result of `CallRates.numbers` as an fp32 tensor.
         ends: the result of `ends_on`.
+        scale: the factor of the gradients, an fp32 scalar.
     """
-    scale, first, second, eps, *keys = numbers[:_SHARED].unbind()
+    first, second, eps, *keys = numbers[:_SHARED].unbind()
     place = torch.arange(len(weights), dtype=torch.int32, device=weights.device)
     rate, root, decay = _segment_rates(numbers, place, ends)
     key, other, high, low = (each.int() for each in keys)
     noise = place + (high << 16) + low
-    master, grads = _masters(weights, beside), gradients.float() * scale
+    before, grads, skips = _masters(weights, beside), gradients.float() * scale, scale.isnan()
     if moments is None:
-        master = master - rate * grads
+        master = before - rate * grads
     else:
-        mean, square = map(_widened, moments)
-        mean = mean + first * (grads - mean)
-        square = square + second * (grads * grads - square)
-        master = master * decay - rate * mean / (square.sqrt() * root + eps)
+        old_mean, old_square = map(_widened, moments)
+        mean = old_mean + first * (grads - old_mean)
+        square = old_square + second * (grads * grads - old_square)
+        master = before * decay - rate * mean / (square.sqrt() * root + eps)
+        mean, square = torch.where(skips, old_mean, mean), torch.where(skips, old_square, square)
         for moment, updated, random in zip(moments, (mean, square), halves(hashed(noise, key, other)), strict=True):
             moment.copy_(updated if moment.dtype == torch.float32 else _upper(limited(updated) + random))
-    _store(master, weights, beside, halves(hashed(noise, key, other, 1))[0])
+    _store(torch.where(skips, before, master), weights, beside, halves(hashed(noise, key, other, 1))[0])
 
 
 def _segment_rates(numbers: Tensor, place: Tensor, ends: Tensor | None) -> tuple[Tensor, ...]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_hetero.base.errors import NotFiniteError, UserError
 from megatron_hetero.groups.collective import all_or_none, meet, on_every, require_equal
-from megatron_hetero.groups.platform import on_device
+from megatron_hetero.groups.platform import on_device, on_host
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.groups.watchdog import watched
 from megatron_hetero.hf.weight_map import Held, TensorSlice
@@ -74,6 +74,20 @@ class GradientTable:
     def squares(self) -> Tensor:
         """Squares of the norms of all modules, fp64 [modules]."""
         return self._columns(self.rows)[2].sum(0)
+
+    def scale(self, tokens: float, limit: float) -> Tensor:
+        """Return the factor that turns gradients of sums over `tokens` into gradients of means, and clips these to a
+        norm of `limit` (0: no limit): an fp64 scalar on the device. It is NaN if the summary would have `faults`.
+        """
+        total = self.rows.sum(0)  # Not finite if any loss or square is not.
+        trained, finite, squares = (each[0] for each in self._columns(total[None]))
+        is_sound = total.isfinite().all() & trained.eq(finite).all()
+        norm = torch.linalg.vector_norm(squares.clamp(min=0.0).sqrt())
+        return torch.where(is_sound, clip_factor(norm / tokens, limit) / tokens, torch.nan)
+
+    def on_host(self) -> GradientTable:
+        """Copy the table to pinned memory without waiting (see `platform.on_host`)."""
+        return replace(self, rows=on_host(self.rows))
 
     def read(self) -> GradientSummary:
         """Copy the table to the host, which waits for the device, and return the summary."""
@@ -199,9 +213,12 @@ def require_finite_sums(topology: Topology, modules: Sequence[TrainedModule], ta
     require_finite("gradients", table.read().faults, fix, parameter)
 
 
-def clip_factor(norm: float, limit: float) -> float:
+def clip_factor(norm: Tensor, limit: float) -> Tensor:
     """Return the factor that clips gradients of `norm` to a norm of at most `limit`. A `limit` of 0 means no limit."""
-    return 1.0 if limit <= 0 or norm <= limit else limit / (norm + 1e-6)
+    if limit <= 0:
+        return torch.ones_like(norm)
+    # A number divided by a tensor would be a product with the reciprocal, which is rounded twice.
+    return torch.where(norm <= limit, 1.0, torch.full_like(norm, limit) / (norm + 1e-6))
 
 
 # ---------------------------------------------------------------------------------------------------------

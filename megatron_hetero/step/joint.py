@@ -132,12 +132,32 @@ class JointOptimizer(Optimizer):
         """Update all weights with the summed gradients times `scale`. `step`: a unique number of this update; None for
         the number of updates. Raises `UserError` for gradients that have not been summed.
         """
+        self._begin_update()
+        for each in self.optimizers.values():
+            each.update(scale, step)
+
+    @torch.no_grad()
+    def update_unless_nan(self, scale: Tensor, step: int | None = None) -> None:
+        """Like `update`, for `AdamW` and `SGD` only, but leave all weights and states unchanged if `scale` is NaN; then
+        call `uncount`. The host waits for `scale`, once, unless all updates are fused.
+        """
+        self._begin_update()
+        optimizers = list(self.sharded.values())
+        assert len(optimizers) == len(self.optimizers), "other optimizers cannot skip an update"
+        given = scale if all(each.is_fused for each in optimizers) else scale.item()
+        for each in optimizers:
+            each.update_unless_nan(given, step)
+
+    def uncount(self, skipped: int) -> None:
+        """Subtract `skipped` updates, which `update_unless_nan` has left out, from the counts of updates."""
+        for state in (state for each in self.sharded.values() for state in each.states):
+            state.updates.sub_(skipped)
+
+    def _begin_update(self) -> None:
         # Advance the phase before the update, since an optimizer may free gradients in its update.
         for module in self.modules:
             if module.trained:
                 module.gradients.advance(Phase.APPLIED)
-        for each in self.optimizers.values():
-            each.update(scale, step)
 
     @watched
     @torch.no_grad()

@@ -84,16 +84,29 @@ class ShardOptimizer(ModuleOptimizer):
         """Update this rank's weights, and begin to gather all updated weights. Collective over the ranks with the same
         weights. Gradients are undefined afterwards.
         """
+        if isinstance(scale, Tensor):
+            scale_gradients([self.module], scale)
+            scale = 1.0
+        self.update_unless_nan(scale, step)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether an update is one pass over all numbers."""
+        return self.module.topology.platform.compiles and all(map(is_fused, self.states))
+
+    @torch.no_grad()
+    def update_unless_nan(self, scale: float | Tensor, step: int | None = None) -> None:
+        """Like `update`, but leave weights, masters and moments unchanged if `scale` is NaN. The update is counted all
+        the same. The host waits for `scale` unless the optimizer `is_fused`.
+        """
         if step is None:
             step = 1 + max((int(state.updates.max()) for state in self.states), default=0)
         self.module.weights.wait()
-        fused = self.module.topology.platform.compiles and all(map(is_fused, self.states))
-        if isinstance(scale, Tensor) or (scale != 1.0 and not fused):
-            scale_gradients([self.module], scale)
-            scale = 1.0
-        if fused:
+        if self.is_fused:
             self._update_fused(step, scale)
-        else:
+        elif not math.isnan(factor := float(scale)):
+            if factor != 1.0:
+                scale_gradients([self.module], factor)
             for place, (state, batch) in enumerate(self._batches):
                 with self._on(place):
                     self._update(state, batch, step)
@@ -148,8 +161,9 @@ class ShardOptimizer(ModuleOptimizer):
                 state.master.write(batch.start, state.master.read(batch.start, batch.stop))
         self.module.weights.publish()
 
-    def _update_fused(self, step: int, scale: float) -> None:
+    def _update_fused(self, step: int, scale: float | Tensor) -> None:
         device = self.module.topology.platform.device
+        factor = scale.float() if isinstance(scale, Tensor) else torch.full((), scale, device=device)
         rates = dict[str, SegmentRates]()
         for state in self.states:
             for name, count in zip(state.shards, (state.updates + 1).tolist(), strict=True):
@@ -160,12 +174,12 @@ class ShardOptimizer(ModuleOptimizer):
             group = self._group_by_name[batch.names[0]]
             noise = self._noise(state, batch.names[0], batch.start, step)
             first, second = (1 - beta for beta in group["betas"])
-            calls.append(CallRates(scale, first, second, group["eps"], noise, segments))
+            calls.append(CallRates(first, second, group["eps"], noise, segments))
             ends.append(ends_on(device, segment_ends))
         numbers = numbers_of(calls, device) if calls else ()
         for place, (state, batch) in enumerate(self._fused_batches):
             with self._on(place), tensors_of(state, batch) as tensors:
-                compiled(update_)(*tensors, numbers[place], ends[place])
+                compiled(update_)(*tensors, numbers[place], ends[place], factor)
 
     def _segment(self, group: Mapping[str, Any], count: float) -> SegmentRates:
         """Return the rates of a parameter in `group` at its update number `count`, counted from 1."""

@@ -34,7 +34,7 @@ def saved_at_end(run: Run, request: StopRequest) -> Iterator[Ending]:
             ending.stopped = run.saver.trained if run.trainer.on_any_rank(request) else None
         except SharedError as error:
             with waiting(lambda: "the saving of what was trained, with all other ranks,"):
-                ending.stopped = ending.failed(error)
+                ending.stopped = ending.failed(run.settle(error))
         if ending.stopped is not None:
             with waiting(lambda: "the end of the run, with all other ranks,"):
                 ending.report_stop()

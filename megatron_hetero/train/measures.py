@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -71,22 +71,21 @@ def peak_flops(device_name: str) -> float | None:
     return next((peak for name, peak in _PEAKS if set(name.upper().split()) <= set(words)), None)
 
 
-def take_loads(modules: Iterable[TrainedModule], topology: Topology, layers: Sequence[int]) -> list[float]:
-    """Return the ratio of maximum to mean tokens per expert since the last call, for each layer number in `layers`; 0
-    for layers on other ranks or without tokens. Collective over each stage of the text module.
+def take_loads(modules: Iterable[TrainedModule], topology: Topology) -> tuple[list[int], torch.Tensor]:
+    """Return the numbers of this rank's layers with experts and, for each, the ratio of maximum to mean tokens per
+    expert since the last call, fp64 [layers] on the device; 0 without tokens. Collective over each stage of the text
+    module.
     """
     chunks = next((module.chunks for module in modules if module.name == TEXT), ())
     loads = {number: load for chunk in chunks for number, load in chunk.take_loads().items()}
     if not loads:
-        return [0.0] * len(layers)
+        return [], torch.zeros(0)
     total = torch.stack(list(loads.values()))
     for axes in (("tp",), MAIN.sum_axes):
         group = topology.group(TEXT, *axes)
         if group.size() > 1:
             dist.all_reduce(total, group=group)
-    ratios = total.amax(dim=1) / total.double().mean(dim=1).clamp(min=1e-9)
-    ratio_by_layer = dict(zip(loads, ratios.tolist(), strict=True))
-    return [ratio_by_layer.get(number, 0.0) for number in layers]
+    return list(loads), total.amax(dim=1) / total.double().mean(dim=1).clamp(min=1e-9)
 
 
 class StepProfiler:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
 from rich.table import Table
 
-from megatron_hetero.base.errors import SharedError
+from megatron_hetero.base.errors import NotFiniteError, SharedError
 from megatron_hetero.base.outputs import BAD_RECORDS
 from megatron_hetero.checkpoint.resume import Resumed
 from megatron_hetero.checkpoint.saver import Saver
@@ -18,6 +18,7 @@ from megatron_hetero.data.loader import StepBatch, StepLoader
 from megatron_hetero.train.hf_export import export_model, writer_of
 from megatron_hetero.train.inputs import Inputs
 from megatron_hetero.train.log import Writer
+from megatron_hetero.train.metrics import StepMetrics
 from megatron_hetero.train.trainer import Trainer
 
 ALLOWED_BAD = 10
@@ -56,6 +57,38 @@ class Run:
                 fix = f"correct the records in {BAD_RECORDS} of log.dir, or {fix}" if batch.bad else fix
                 raise SharedError.at(f"{where}, step {step}", problem=problem, fix=fix)
             yield step, batch, time.perf_counter() - start
+
+    def steps(self, stop: object) -> Iterator[StepMetrics]:
+        """Train the remaining steps, and yield their metrics in order. The next step is issued to the device before the
+        metrics of a step are read, unless a checkpoint or an evaluation is due after it.
+
+        `stop`: true once this rank was asked to stop. All ranks then stop after the steps that have been issued; only
+        the last metrics are `stopping`. Raises `UserError` like `batches`, and `SharedError` like `Trainer.read_step`.
+        """
+        trainer, interval, stopping = self.trainer, self.trainer.job.config.eval.interval, False
+        for step, batch, waited in self.batches():
+            trainer.issue_step(step, batch, waited, stop)
+            settles = self.saver.is_due(step) or step == trainer.job.config.train.iters
+            settles = settles or (interval > 0 and step % interval == 0)
+            while len(trainer.issued) > (0 if settles or stopping else 1):
+                metrics = trainer.read_step()
+                stopping = stopping or metrics.stopping
+                yield replace(metrics, stopping=stopping and not trainer.issued)
+            if stopping:
+                return
+
+    def settle(self, error: SharedError) -> SharedError:
+        """Read the steps that are still issued after an error on all ranks, so that what was trained can be saved.
+        Returns the error that ends the run: if one of these steps is not finite, that is the cause to report.
+        """
+        try:
+            while self.trainer.issued:
+                metrics = self.trainer.read_step()
+                self.writer.write(metrics)
+                self.saver.trained = metrics.step
+        except NotFiniteError as fault:
+            return fault
+        return error
 
     def checked(self, batches: Iterable[StepBatch], when: str) -> Iterator[StepBatch]:
         """Yield the batches after recording their bad samples in the log folder. `when`: description of when samples

@@ -53,7 +53,9 @@ class StopRequest:
             again = "; Ctrl-C again ends it without saving" if number == signal.SIGINT else ""
             # Write to the file descriptor, since the interrupted code may be writing to sys.stderr.
             with suppress(OSError):
-                os.write(2, f"{self.seen.name}: the run will save and stop after this step{again}\n".encode())
+                os.write(
+                    2, f"{self.seen.name}: the run will save and stop after this step or the next{again}\n".encode()
+                )
 
     def _handle(self, handlers: ExitStack, number: int) -> None:
         handlers.callback(signal.signal, number, signal.signal(number, self.note))

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import nan
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_hetero.base.errors import SharedError
+from megatron_hetero.base.errors import NotFiniteError, SharedError
 from megatron_hetero.data.balance import idle_share
 from megatron_hetero.data.device import to_device
 from megatron_hetero.data.loader import StepBatch
 from megatron_hetero.data.packing import bad_counts
 from megatron_hetero.groups.collective import on_every
-from megatron_hetero.groups.platform import on_device
+from megatron_hetero.groups.platform import on_host
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.axes import EXPERTS
@@ -26,7 +27,7 @@ from megatron_hetero.layout.names import TEXT
 from megatron_hetero.schedule.contract import StepResult, chunks_of
 from megatron_hetero.step.algorithms import learning_rate
 from megatron_hetero.step.execution import SUMS
-from megatron_hetero.step.gradients import GradientSummary, clip_factor, require_finite
+from megatron_hetero.step.gradients import GradientSummary, GradientTable, require_finite
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.runner import Runner
 from megatron_hetero.train.measures import StepProfiler, peak_flops, step_flops, take_loads
@@ -36,9 +37,43 @@ Laps = Mapping[str, Sequence[float]]
 """Durations in seconds on this rank of each run of a module and each boundary crossing, by name."""
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class IssuedStep:
+    """A step whose work has been issued to the device, and what the host reads once the device has done it.
+
+    Attributes:
+        step: number of the step.
+        batch: its batch.
+        began: when the step began, by `time.perf_counter`, including the `waited` seconds for its batch.
+        ended: function that waits for the device, and returns the time of the end (see `Platform.mark`).
+        laps: function that then returns the `Laps` of the step.
+        memory: peak memory before the update.
+        stopping: whether this rank was asked to stop.
+        balance: load-balancing loss of this rank.
+        loads: the result of `take_loads`.
+        table: losses and squared norms of all ranks; None if nothing was trained.
+        scale: factor of the gradients, a scalar on the device; NaN if this step, or a step that had not been read when
+            it was issued, is not finite, so that the update is skipped.
+    """
+
+    step: int
+    batch: StepBatch
+    began: float
+    waited: float
+    ended: Callable[[], float]
+    laps: Callable[[], Laps]
+    memory: int
+    stopping: bool
+    balance: torch.Tensor
+    loads: tuple[Sequence[int], torch.Tensor]
+    table: GradientTable | None
+    scale: torch.Tensor | None
+
+
 @dataclass(frozen=True, eq=False)
 class Trainer:
-    """Trains the modules on this rank, step by step.
+    """Trains the modules on this rank, step by step. The host may issue a step before it reads the previous one: it
+    then waits for the device once a step, while the device has more work.
 
     Attributes:
         job: specification of modules, batches and schedules.
@@ -46,6 +81,8 @@ class Trainer:
         optimizer: optimizer of the modules on this rank, encoders first.
         runner: runner that executes the schedule on these modules.
         profiler: profiler that traces chosen steps.
+        figures: a host group of all ranks for figures of steps, which no other thread uses.
+        issued: steps that have been issued but not read, oldest first.
     """
 
     job: JobSpec
@@ -53,12 +90,23 @@ class Trainer:
     optimizer: JointOptimizer
     runner: Runner
     profiler: StepProfiler
+    figures: dist.ProcessGroup
+    issued: deque[IssuedStep] = field(default_factory=deque[IssuedStep])
 
     def train_step(self, step: int, batch: StepBatch, waited: float = 0.0, stop: object = False) -> StepMetrics:
-        """Run forward, backward and update of a step. If all samples were skipped, no weights are updated.
+        """Issue a step, and read it; see `issue_step` and `read_step`."""
+        self.issue_step(step, batch, waited, stop)
+        while len(self.issued) > 1:
+            self.read_step()
+        return self.read_step()
+
+    def issue_step(self, step: int, batch: StepBatch, waited: float = 0.0, stop: object = False) -> None:
+        """Issue forward, backward and update of a step to the device, without waiting for its results. If all samples
+        were skipped, no weights are updated.
 
         `waited`: seconds spent waiting for the batch. `stop`: an object that is true at the end of the step if this
-        rank was asked to stop. Raises `SharedError` before the update if the loss or a gradient is not finite.
+        rank was asked to stop. The device skips the update if the loss or a gradient of this step, or of one that has
+        not been read, is not finite; `read_step` then raises.
         """
         start = time.perf_counter() - waited
         if batch.sample_lengths and batch.supervised == 0:
@@ -66,14 +114,65 @@ class Trainer:
                 f"step {step}: found no supervised token in the global batch, expected some, because the loss "
                 f"divides by their number; raise the batch size, or correct the data"
             )
+        scale = before = self.issued[-1].scale if self.issued else None
+        result = table = rows = None
         with self.profiler.step(step):
-            if batch.sample_lengths:
-                metrics = self._train(step, batch, stop)
-            else:  # Without trained samples, only the learning rate schedule advances.
-                with self.watched(f"the end of step {step}"):
-                    metrics = self._metrics(step, batch, {}, stop, None)
-        seconds = time.perf_counter() - start
-        return replace(metrics, step_time_s=seconds, data_time_s=waited, mfu=self._utilisation(batch, seconds))
+            if batch.sample_lengths:  # Without trained samples, only the learning rate schedule advances.
+                result = self._run(batch)
+                table = self._summed(result)
+                scale = table.scale(batch.supervised, self.job.config.optimizer.clip_grad)
+                if before is not None:
+                    scale = torch.where(before.isnan(), before, scale)
+            with self.watched(f"the update of step {step}"):
+                memory, stopping = self.topology.platform.peak_memory_bytes(), bool(stop)
+                sums = result.metrics.get(TEXT, {}) if result is not None and self.counts_loss else {}
+                layers, loads = take_loads(self.optimizer.modules, self.topology)
+                # Copy results before the update: the copies would otherwise wait for the weights to be gathered.
+                balance, loads = on_host(sums.get("balance_loss", torch.zeros(()))), on_host(loads)
+                if table is not None and scale is not None:
+                    rows = table.on_host()
+                    self._update(step, scale)
+        self.issued.append(
+            IssuedStep(
+                step=step,
+                batch=batch,
+                began=start,
+                waited=waited,
+                ended=self.topology.platform.mark(),
+                laps=self.runner.watch.take(),
+                memory=memory,
+                stopping=stopping,
+                balance=balance,
+                loads=(layers, loads),
+                table=rows,
+                scale=scale,
+            )
+        )
+
+    def read_step(self) -> StepMetrics:
+        """Wait until the oldest step that was issued but not read has ended, and return its metrics. Collective.
+
+        Raises `SharedError` if the loss or a gradient is not finite. The weights and states are then those before this
+        step, and steps that were issued after it are forgotten.
+        """
+        issued = self.issued[0]
+        with self.watched(f"the end of step {issued.step}"):
+            ended = issued.ended()
+            summary = None if issued.table is None else issued.table.read()
+            try:
+                if summary is not None:
+                    self._refuse_faults(issued.step, summary)
+            except NotFiniteError:
+                self.optimizer.uncount(sum(each.table is not None for each in self.issued))
+                self.issued.clear()
+                raise
+            metrics = self._metrics(issued, summary)
+        self.issued.popleft()
+        if self.issued:  # The device began the next step at the end of this one.
+            self.issued[0] = replace(self.issued[0], began=max(self.issued[0].began, ended))
+        seconds = ended - issued.began
+        mfu = self._utilisation(issued.batch, seconds)
+        return replace(metrics, step_time_s=seconds, data_time_s=issued.waited, mfu=mfu)
 
     def _utilisation(self, batch: StepBatch, seconds: float) -> float | None:
         """Return the model FLOPs utilisation of a step over all devices; None if the device's peak is unknown."""
@@ -82,23 +181,9 @@ class Trainer:
             return None
         return step_flops(self.job.shapes, self.job.frozen, batch) / (seconds * self.topology.world_size * peak)
 
-    def _train(self, step: int, batch: StepBatch, stop: object) -> StepMetrics:
-        result = self._run(batch)
-        summary = self._summed(result)
-        self._refuse_faults(step, summary)
-        # Reading the summary has synchronized with the device, so all measured work has ended.
-        laps = self.runner.watch.read()
-        norm = summary.norm / batch.supervised
-        factor = clip_factor(norm, self.job.config.optimizer.clip_grad) / batch.supervised
-        with self.watched(f"the update of step {step}"):
-            # Exchange metrics before the update: the host would otherwise wait for the weights to be gathered.
-            metrics = self._metrics(step, batch, laps, stop, result, summary.loss_sum / batch.supervised, norm)
-            self._update(step, factor)
-        return metrics
-
     def gradients(self, batch: StepBatch) -> GradientSummary:
         """Run forward and backward of all micro-batches, then sum over ranks without scaling gradients by 1/N."""
-        return self._summed(self._run(batch))
+        return self._summed(self._run(batch)).read()
 
     def _run(self, batch: StepBatch) -> StepResult:
         self.optimizer.zero_grad()
@@ -106,9 +191,9 @@ class Trainer:
         schedule = self.job.schedule_of(len(micro_batches))
         return self.runner.run(schedule, lambda m: to_device(micro_batches[m], self.topology.platform.device))
 
-    def _summed(self, result: StepResult) -> GradientSummary:
+    def _summed(self, result: StepResult) -> GradientTable:
         with self.watched(SUMS):
-            return self.optimizer.reduce(result.loss, loss_counts_here=self.counts_loss).read()
+            return self.optimizer.reduce(result.loss, loss_counts_here=self.counts_loss)
 
     def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Return a watchdog context for waiting on other ranks outside the schedule; `what` describes the wait."""
@@ -123,11 +208,11 @@ class Trainer:
         at = layout.coordinate(rank)
         return at.tp == 0 and at.pp == layout.pp - 1
 
-    def _update(self, step: int, scale: float = 1.0) -> None:
-        """Step all optimizers, with gradients multiplied by `scale`."""
+    def _update(self, step: int, scale: torch.Tensor) -> None:
+        """Step all optimizers, with gradients multiplied by `scale`, unless it is NaN."""
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate(step, group.setdefault("initial_lr", group["lr"]))
-        self.optimizer.update(scale, step)
+        self.optimizer.update_unless_nan(scale, step)
 
     def _rate(self, step: int, peak: float) -> float:
         """Return the learning rate of a step for a schedule with maximum `peak`, to which its minimum is scaled."""
@@ -141,21 +226,13 @@ class Trainer:
         fix = "Lower optimizer.lr, add warm-up, or look for broken samples in this step."
         require_finite(f"step {step}", summary.faults, fix)
 
-    def _metrics(
-        self,
-        step: int,
-        batch: StepBatch,
-        laps: Laps,
-        stop: object,
-        result: StepResult | None,
-        loss: float = nan,
-        norm: float = nan,
-    ) -> StepMetrics:
-        """Return the metrics of a step, except its duration. Collective: all ranks exchange their figures before the
-        update, and the host waits for the result. `result`: result of the schedule; None if nothing was trained.
+    def _metrics(self, issued: IssuedStep, summary: GradientSummary | None) -> StepMetrics:
+        """Return the metrics of a step that has ended, except its duration. Collective: all ranks exchange their
+        figures. `summary`: the summary of its gradients; None if nothing was trained.
         """
+        batch, laps = issued.batch, issued.laps()
         runs = self._run_counts(batch)
-        figures = self._figures(batch, runs, laps, stop, result)
+        figures = self._figures(issued, runs, laps)
         columns = self.all_gather(list(figures.values())).T.tolist()
         by_rank: dict[str, list[float]] = dict(zip(figures, columns, strict=True))
         encoders, balanced = self.job.shapes.encoders, self.job.balance and batch.supervised
@@ -167,10 +244,10 @@ class Trainer:
             for number in range(count)
         ]
         return StepMetrics(
-            step=step,
-            loss=loss,
-            grad_norm=norm,
-            lr=self._rate(step, self.job.text.settings.lr or self.job.config.optimizer.lr),
+            step=issued.step,
+            loss=nan if summary is None else summary.loss_sum / batch.supervised,
+            grad_norm=nan if summary is None else summary.norm / batch.supervised,
+            lr=self._rate(issued.step, self.job.text.settings.lr or self.job.config.optimizer.lr),
             tokens=batch.tokens,
             images=len(pieces),
             step_time_s=0.0,
@@ -194,32 +271,31 @@ class Trainer:
             },
         )
 
-    def _figures(
-        self, batch: StepBatch, runs: Mapping[str, int], laps: Laps, stop: object, result: StepResult | None
-    ) -> dict[str, float]:
-        """Return this rank's figures of a step, with the same names on all ranks: peak memory, stop flag, numbers of
-        tokens and patches in samples and in padding, load-balancing loss, loads of experts, and durations of encoder
-        runs. `runs`: number of runs of each encoder. Collective over each stage of the text module.
+    def _figures(self, issued: IssuedStep, runs: Mapping[str, int], laps: Laps) -> dict[str, float]:
+        """Return this rank's figures of a step that has ended, with the same names on all ranks: peak memory, stop
+        flag, numbers of tokens and patches in samples and in padding, load-balancing loss, loads of experts (0 for
+        layers on other ranks), and durations of encoder runs. `runs`: number of runs of each encoder.
         """
-        encoders, layers = self.job.shapes.encoders, self._expert_layers
-        inputs = [each for micro_batch in batch.micro_batches for each in micro_batch.inputs.items()]
+        encoders = self.job.shapes.encoders
+        inputs = [each for micro_batch in issued.batch.micro_batches for each in micro_batch.inputs.items()]
         texts = [text for name, text in inputs if name == TEXT]
         chunks = [chunk for name, given in inputs if name in encoders for chunk in chunks_of(given)]
         embedded = [chunk for chunk in chunks if chunk.patches is not None]
         tokens = sum(text.positions.shape[1] for text in texts)
         patch_padding = sum(chunk.padding for chunk in embedded)
-        sums = result.metrics.get(TEXT, {}) if result is not None and self.counts_loss else {}
         figures = {
-            "memory": float(self.topology.platform.peak_memory_bytes()),
-            "stopping": float(bool(stop)),
+            "memory": float(issued.memory),
+            "stopping": float(issued.stopping),
             "padding": float(sum(len(text.tokens) for text in texts) - tokens),
             "tokens": float(tokens),
             "patch padding": float(patch_padding),
             "patches": float(sum(len(each.patches) for each in embedded) - patch_padding),
-            "balance loss": float(sums.get("balance_loss", 0.0)),
+            "balance loss": float(issued.balance),
         }
-        for number, load in zip(layers, take_loads(self.optimizer.modules, self.topology, layers), strict=True):
-            figures[f"load {number}"] = load
+        layers, loads = issued.loads
+        load_by_layer = dict(zip(layers, loads.tolist(), strict=True))
+        for number in self._expert_layers:
+            figures[f"load {number}"] = load_by_layer.get(number, 0.0)
         for name, count in runs.items():
             seconds = laps.get(name, ())
             assert len(seconds) <= count, f"{len(seconds)} runs of {name}, {count} in the schedule"
@@ -262,10 +338,10 @@ class Trainer:
 
     def all_gather(self, numbers: Sequence[float]) -> torch.Tensor:
         """Gather `numbers` of all ranks as fp64 [ranks, numbers] on the host; all ranks pass equally many numbers."""
-        local = on_device(torch.tensor(numbers, dtype=torch.float64), self.topology.platform.device)
+        local = torch.tensor(numbers, dtype=torch.float64)
         gathered = local.new_empty(self.topology.world_size * len(local))
-        dist.all_gather_into_tensor(gathered, local, group=self.topology.world)
-        return gathered.view(self.topology.world_size, -1).cpu()
+        dist.all_gather_into_tensor(gathered, local, group=self.figures)
+        return gathered.view(self.topology.world_size, -1)
 
     def all_reduce(self, counts: np.ndarray) -> np.ndarray:
         """Return the sum of `counts` over all ranks, int64 in any shape, equal on all ranks."""

@@ -39,7 +39,7 @@ def _steps(record: Record, folder: Path, platform: Platform, *, small: bool) -> 
     cases.write(folder, small=small, experts=EXPERTS)
     expected, _ = Reference.load(folder, torch.float32, platform.device).train(cases.STEPS)
     run = cases.build(platform, cases.flags(folder, "dp:1", "dp:1", "float32"))
-    losses = [run.trainer.train_step(step, batch).loss for step, batch, _ in run.batches()]
+    losses = [metrics.loss for metrics in run.steps(stop=False)]
     record.put("steps", {"losses": losses, "losses of transformers": expected})
     worst = max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
     record.check(f"largest relative difference of the losses of {cases.STEPS} steps with experts", worst, LOSS)

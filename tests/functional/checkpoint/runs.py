@@ -23,6 +23,8 @@ from megatron_hetero.checkpoint.index import index_dtypes, index_shapes, read_in
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.checkpoint.storage import read_entries
 from megatron_hetero.config.schema import load_config
+from megatron_hetero.groups.platform import Platform
+from megatron_hetero.step import optimizer
 from megatron_hetero.train.held_out import HeldOutEvaluation
 from megatron_hetero.train.run import Run
 from megatron_hetero.train.stopping import StopRequest
@@ -101,7 +103,7 @@ def program(flags: list[str], asked: str = "") -> tuple[bool, str]:
         return lambda step, *_: request.note(signal.SIGTERM, None) if f"{what} {step}" == asked and last else None
 
     last = dist.get_rank() == dist.get_world_size() - 1
-    with calling(Trainer, "_refuse_faults", in_("step")), calling(HeldOutEvaluation, "_evaluate", in_("evaluation")):
+    with calling(Trainer, "issue_step", in_("step")), calling(HeldOutEvaluation, "_evaluate", in_("evaluation")):
         try:
             return pretrain_vlm.train(load_config(flags), platform(), request), ""
         except UserError as error:
@@ -131,6 +133,16 @@ def full_disk(full: bool) -> Iterator[ExitStack]:
         disk.callback(resource.setrlimit, resource.RLIMIT_FSIZE, (soft, hard))
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000 if full else soft, hard))
         yield disk
+
+
+@contextmanager
+def fused(*, compiled: bool) -> Iterator[None]:
+    """Inside, updates are those of GPUs, which compile them; here they need not be `compiled`."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Platform, "compiles", True))
+        if not compiled:
+            stack.enter_context(mock.patch.object(optimizer, "compiled", lambda function: function))
+        yield
 
 
 def error_in(work: Callable[[], object]) -> str:

@@ -45,7 +45,7 @@ def asked_to_stop(flags: list[str], rank: int, at: int) -> tuple[int, bool]:
         if in_step == at and run.trainer.topology.rank == rank:
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    with stop_requests() as request, run.writer, calling(Trainer, "_refuse_faults", signalled):
+    with stop_requests() as request, run.writer, calling(Trainer, "issue_step", signalled):
         for step, batch, _ in run.batches():
             metrics = run.trainer.train_step(step, batch, stop=request)
             run.saver.after(step, metrics.stopping)

@@ -5,8 +5,7 @@ another.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,24 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_hetero.groups.platform import Platform
 from megatron_hetero.step import number_formats, optimizer
 from tests.functional.checkpoint import runs as jobs
 from tests.functional.checkpoint.checks import require_exact_resume, same
-from tests.functional.checkpoint.runs import flags, train
+from tests.functional.checkpoint.runs import flags, fused, train
 from tests.support.matrix import long, thinned
 from tests.support.pool import Pools
 from tests.support.runs import build
-
-
-@contextmanager
-def fused(*, compiled: bool) -> Iterator[None]:
-    """Inside, updates are those of GPUs, which compile them; here they need not be `compiled`."""
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Platform, "compiles", True))
-        if not compiled:
-            stack.enter_context(mock.patch.object(optimizer, "compiled", lambda function: function))
-        yield
 
 
 def train_fused(flags: list[str], compiled: bool = False, until: int | None = None) -> dict[str, Any]:

@@ -107,13 +107,14 @@ def train(flags: list[str], *, wait: bool = False) -> tuple[set[str], Any]:
     for step, batch, _ in run.batches():
         now[0] = step
         with profile(activities=[ProfilerActivity.CPU]) as trace, _behind() as behind:
-            run.trainer.train_step(step, batch)
+            run.trainer.issue_step(step, batch)  # Reading it concerns hosts only.
             if wait:
                 run.trainer.optimizer.wait_for_weights()
             # A profiler that ends while gloo's threads record what they do may crash.
             while not all(work.is_completed() for each in _gathers(run).values() for work in each._works.values()):
                 time.sleep(0.001)
         assert wait or not behind
+        run.trainer.read_step()
         ranges = {event.name for event in trace.events() or []}
     left = {name: len(gathers._works) for name, gathers in _gathers(run).items()}
     assert runs and not any(each.in_flight & each.own for each in runs)

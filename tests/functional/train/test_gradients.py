@@ -24,7 +24,7 @@ from megatron_hetero.schedule import gathering
 from megatron_hetero.schedule.contract import StepResult
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.step.buffers import BufferedGradients
-from megatron_hetero.step.gradients import GradientSummary, clip_factor
+from megatron_hetero.step.gradients import GradientSummary, GradientTable, clip_factor
 from megatron_hetero.train.run import Run
 from tests.functional.train.checks import EMPTY, assert_equal_gradients
 from tests.support import runs as jobs
@@ -54,8 +54,36 @@ def part_of(name: str) -> str:
 
 
 def test_clip_factor() -> None:
-    assert clip_factor(5.0, 0.0) == clip_factor(1.0, 1.0) == clip_factor(0.0, 1.0) == clip_factor(9.0, -1.0) == 1.0
-    assert clip_factor(4.0, 1.0) == pytest.approx(0.25, rel=1e-6) and clip_factor(4.0, 1.0) * 4.0 <= 1.0
+    def factor(norm: float, limit: float) -> float:
+        return clip_factor(torch.tensor(norm, dtype=torch.float64), limit).item()
+
+    assert factor(5.0, 0.0) == factor(1.0, 1.0) == factor(0.0, 1.0) == factor(9.0, -1.0) == 1.0
+    assert factor(4.0, 1.0) == 1.0 / (4.0 + 1e-6) and factor(4.0, 1.0) * 4.0 <= 1.0
+
+
+FINE = [[1.5, 1.0, 1.0, 1.0, 4.0, 1.0, 1.0, 9.0], [2.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 7.0]]
+"""Two ranks: a loss that counts and one that does not; two modules, of which the second rank trains one."""
+FAULTS = [(0, 0, np.nan), (1, 0, -np.inf), (0, 3, 0.0), (1, 6, 0.0), (0, 4, np.inf), (1, 7, np.nan)]
+"""Rank, column and value: losses, gradients that are not finite, and squares."""
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.7, 1e6])
+def test_the_factor_on_the_device_is_that_of_the_summary(limit: float) -> None:
+    table = GradientTable(torch.tensor(FINE, dtype=torch.float64), ("vision", "text"))
+    summary = table.read()
+    assert summary.faults == () and summary.norm == pytest.approx(20**0.5)
+    norm = summary.norm / 3
+    expected = (limit / (norm + 1e-6) if limit == 0.7 else 1.0) / 3
+    assert table.scale(3, limit).float().item() == np.float32(expected)
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.7])
+@pytest.mark.parametrize("rank, column, value", FAULTS)
+def test_the_factor_is_nan_where_the_summary_has_faults(rank: int, column: int, value: float, limit: float) -> None:
+    rows = torch.tensor(FINE, dtype=torch.float64)
+    rows[rank, column] = value
+    table = GradientTable(rows, ("vision", "text"))
+    assert table.read().faults and table.scale(3, limit).isnan()
 
 
 def test_the_norm_is_over_all_modules() -> None:

@@ -58,7 +58,7 @@ def test_schedules_scale_every_group_equally(flags: list[str]) -> None:
     for step, share in ((1, 0.5), (2, 1.0), (5, 0.1)):
         trainer = jobs.build(flags).trainer
         trainer.optimizer.reduce()
-        trainer._update(step)
+        trainer._update(step, torch.ones(()))
         config = trainer.job.config
         assert trainer._rate(step, config.optimizer.lr) == pytest.approx(1e-3 * share), "the reported rate"
         last = config.train.iters

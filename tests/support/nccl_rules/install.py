@@ -102,5 +102,6 @@ def _follow_steps(client: Client) -> None:
 
         return step
 
-    Trainer.train_step = within(Trainer.train_step)
+    Trainer.issue_step = within(Trainer.issue_step)
+    Trainer.read_step = within(Trainer.read_step)
     Trainer.gradients = within(Trainer.gradients)

@@ -30,6 +30,16 @@ def test_the_stopwatch_keeps_laps_and_starts_again() -> None:
     assert watch.read() == {}
 
 
+def test_laps_of_a_step_are_read_after_the_next_step_has_begun() -> None:
+    watch = Stopwatch(Platform(CPU, "gloo"))
+    with watch.lap("text"):
+        pass
+    first = watch.take()
+    with watch.lap("vision"):
+        pass
+    assert first().keys() == {"text"} and watch.read().keys() == {"vision"} and watch.take()() == {}
+
+
 def test_the_stopwatch_counts_a_part_that_fails() -> None:
     watch = Stopwatch(Platform(CPU, "gloo"))
     with pytest.raises(ValueError, match="failed"), watch.lap("vision"):

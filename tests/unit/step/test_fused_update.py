@@ -48,14 +48,21 @@ class Kept:
             moment.write(0, numbers[1 + number], replace(noise, number=number))
         self.master.write(0, numbers[0], replace(noise, number=2))
 
-    def at_once(self, gradients: Tensor, call: CallRates, ends: tuple[int, ...], function: Any = update_) -> None:
+    def at_once(
+        self, gradients: Tensor, call: CallRates, ends: tuple[int, ...], function: Any = update_, scale: float = 1.0
+    ) -> None:
         weights = self.master
         bits = [moment.values.view(torch.int16) if moment.values.dtype == torch.bfloat16 else moment.values
                 for moment in self.moments]  # fmt: skip
         [flat] = weights.weights.tensors
         flat = flat.view(torch.int16) if flat.dtype == torch.bfloat16 else flat
         [numbers] = numbers_of([call], CPU)
-        function(flat, self.master.beside, gradients, tuple(bits), numbers, ends_on(CPU, ends))
+        at_ends, factor = ends_on(CPU, ends), torch.tensor(scale)
+        function(flat, self.master.beside, gradients, tuple(bits), numbers, at_ends, factor)
+
+    def stored(self) -> list[Tensor]:
+        beside = [] if self.master.beside is None else [self.master.beside]
+        return [*self.master.weights.tensors, *beside, *(moment.values for moment in self.moments)]
 
     def read(self) -> list[Tensor]:
         return [each.read(0, self.moments[0].values.numel()) for each in (self.master, *self.moments)]
@@ -71,9 +78,9 @@ def rates(count: int, decay: float = DECAY, lr: float = LR) -> SegmentRates:
     return SegmentRates(lr / first, second**-0.5, 1 - lr * decay)
 
 
-def call(count: int, *segments: SegmentRates, scale: float = 1.0) -> CallRates:
+def call(count: int, *segments: SegmentRates) -> CallRates:
     noise = Noise.of(f"{count}", 7)
-    return CallRates(scale, 1 - BETAS[0], 1 - BETAS[1], EPS, noise, segments or (rates(count),))
+    return CallRates(1 - BETAS[0], 1 - BETAS[1], EPS, noise, segments or (rates(count),))
 
 
 @pytest.mark.parametrize("gradients", [torch.float32, torch.bfloat16], ids=str)
@@ -86,7 +93,7 @@ def test_one_pass_updates_as_steps_do(master: str, moments: torch.dtype, gradien
     for count, each in enumerate(drawn_gradients, 1):
         given = each.to(gradients)
         steps.in_steps(given.float() * 0.5, count, call(count).noise, DECAY)
-        once.at_once(given, call(count, scale=0.5), (3001,))
+        once.at_once(given, call(count), (3001,), scale=0.5)
     rounds = (master == "none", moments == torch.bfloat16, moments == torch.bfloat16)
     for found, expected, rounded in zip(once.read(), steps.read(), rounds, strict=True):
         far = ~torch.isclose(found, expected, rtol=1e-5, atol=1e-6)
@@ -106,6 +113,24 @@ def test_masters_are_the_same_whatever_they_are_kept_in() -> None:
     assert torch.equal(of_fp32, of_split)
 
 
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("master", MASTERS)
+def test_a_scale_of_nan_changes_nothing(master: str, moments: torch.dtype) -> None:
+    """Neither at the start, nor after updates, whose numbers were rounded; with gradients that are not finite."""
+    values, gradients = drawn(3001, 6)
+    kept = Kept(master, moments, values)
+    for count, each in enumerate(gradients, 1):
+        before = [stored.clone() for stored in kept.stored()]
+        broken = torch.where(each > 1, torch.nan, torch.where(each < -1, torch.inf, each))
+        kept.at_once(broken, call(count), (3001,), scale=torch.nan)
+        assert all(torch.equal(one, two) for one, two in zip(kept.stored(), before, strict=True))
+        kept.at_once(each, call(count), (3001,))
+        assert not any(torch.equal(one, two) for one, two in zip(kept.stored(), before, strict=True))
+    weights, [numbers] = values.clone(), numbers_of([call(1, SegmentRates(0.5))], CPU)
+    update_(weights, None, gradients[0], None, numbers, None, torch.tensor(torch.nan))
+    assert torch.equal(weights, values), "without moments"
+
+
 @pytest.mark.parametrize("count", [2, 3, SEGMENTS])
 def test_each_segment_has_its_rates(count: int) -> None:
     values, [gradients] = drawn(1000, 1)
@@ -122,8 +147,8 @@ def test_each_segment_has_its_rates(count: int) -> None:
 
 def test_plain_gradient_descent_has_no_moments() -> None:
     values, [gradients] = drawn(100, 1)
-    weights, [numbers] = values.clone(), numbers_of([call(1, SegmentRates(0.5), scale=0.25)], CPU)
-    update_(weights, None, gradients, None, numbers, None)
+    weights, [numbers] = values.clone(), numbers_of([call(1, SegmentRates(0.5))], CPU)
+    update_(weights, None, gradients, None, numbers, None, torch.tensor(0.25))
     torch.testing.assert_close(weights, values - 0.125 * gradients)
 
 
