@@ -197,7 +197,7 @@ def swiglu(wide: Tensor, weights: Tensor | None = None) -> Tensor:
     """
     if weights is None or compiles_for(wide):
         return _SwiGLU.apply(wide, weights)  # pyright: ignore[reportReturnType]
-    # Without a compiler it would take a pass more to compute the product once more for the gradient of the weights.
+    # Autograd saves the product for the gradient of the weights, which otherwise would take another pass.
     return _SwiGLU.apply(wide, None) * weights[:, None]  # pyright: ignore[reportOperatorIssue, reportReturnType]
 
 
@@ -246,13 +246,13 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _passes(wide: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the functions that compute the forward and the backward pass on a GPU with a compiler."""
+    """Return the functions that compute the forward and the backward pass where there is a compiler."""
     if wide.is_cuda and wide.dtype in HALF:
         return _triton_passes()
     return partial(run, swiglu_forward), partial(run, swiglu_backward)
 
 
 def _triton_passes() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    from megatron_hetero.models.layers import swiglu_kernels
+    from megatron_hetero.models.layers import swiglu_kernels  # Triton comes with PyTorch for GPUs.
 
     return swiglu_kernels.forward, swiglu_kernels.backward
