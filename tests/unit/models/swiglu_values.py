@@ -16,7 +16,7 @@ from megatron_hetero.models.layers.mlp import swiglu_backward, swiglu_forward
 
 ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-7}
 """Of a result to the nearest number; to bfloat16 the interpreter truncates."""
-SHAPES = {"experts": (5, 768), "a part of a block": (3, 1, 4736), "unaligned": (2, 7), "no rows": (0, 24)}
+SHAPES = {"experts": (5, 1536), "a part of a block": (3, 1, 4736), "unaligned": (2, 7), "no rows": (0, 24)}
 
 
 def roundings(found: Tensor, exact: Tensor, terms: Tensor | None = None) -> float:
