@@ -94,7 +94,7 @@ def _kernels_before() -> Iterator[None]:
         name = choose(*given)
         return name if name in BEFORE else "torch_flash"
 
-    activation = swiglu.as_before() if torch.cuda.is_available() else mlp.swiglu
+    activation = swiglu.as_before if torch.cuda.is_available() else mlp.swiglu
     with mock.patch.object(kernels, "choose_kernel", before), mock.patch.object(mlp, "swiglu", activation):
         yield
 

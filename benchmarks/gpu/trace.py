@@ -22,7 +22,7 @@ KINDS = (
     ("gemm", r"gemm|nvjet|cutlass|cublas|xmma|splitk|::(mm|addmm|bmm|matmul|linear)$"),
     ("index", r"index|gather|scatter|embedding"),
     ("reduction", r"reduce|softmax|norm|::(sum|mean|amax|aminmax|max)$"),
-    ("elementwise", r"elementwise|triton|::(mul|add|sub|div|pow|rsqrt|silu|neg|exp)_?$"),
+    ("elementwise", r"elementwise|triton|swiglu|::(mul|add|sub|div|pow|rsqrt|silu|neg|exp)_?$"),
 )
 """Kinds of kernels by their names, the first that fits. What fits none is `other`."""
 UPDATE, MEMORY = "update", r"^mem(cpy|set)"

@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_hetero.groups.platform import compiled, compiles_for
+from megatron_hetero.groups.platform import compiles_for
 from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.family import TextShape
 from megatron_hetero.models.layers.attention import SelfAttention
+from megatron_hetero.models.layers.compiled import run
 from megatron_hetero.models.layers.ends import Head, TokenEmbedding
 from megatron_hetero.models.layers.layer import Layer
 from megatron_hetero.models.layers.linear import add_product, gradient_of_weight, product, scaled_gradient
@@ -238,12 +239,12 @@ def _cross_entropy_(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> 
     target_logit = torch.where(mine, logits.gather(1, local[:, None]).squeeze(1) - highest, 0.0)
     in_kernels = compiles_for(logits)
     exponentials = logits if in_kernels else logits.float().sub_(highest[:, None]).exp_()
-    local_sum = compiled(_sum_of_exponentials)(logits, highest) if in_kernels else exponentials.sum(dim=-1)
+    local_sum = run(_sum_of_exponentials, logits, highest) if in_kernels else exponentials.sum(dim=-1)
     sums = torch.stack([local_sum, target_logit])
     dist.all_reduce(sums, group=shard.group)
     losses, total = sums[0].log() - sums[1], sums[0]
     if in_kernels:
-        return losses, compiled(_gradients_)(logits, highest, total, torch.where(mine, local, -1))
+        return losses, run(_gradients_, logits, highest, total, torch.where(mine, local, -1))
     # Subtract before the division, which rounds to fewer bits: the probability of a likely target is close to 1.
     exponentials.scatter_add_(1, local[:, None], -torch.where(mine, total, 0.0)[:, None])
     return losses, torch.div(exponentials, total[:, None], out=logits)

@@ -53,7 +53,7 @@ COMPILED = {
     language._sum_of_exponentials: 1,
     language._gradients_: 1,
     mlp.swiglu_forward: 1,
-    mlp.swiglu_backward: 2,
+    mlp.swiglu_backward: 1,
     rotary.turned: 1,
     rotary.turned_back: 1,
     rotary.heads_turned: 3,
@@ -470,6 +470,8 @@ def _cuda_calls(gpu: FakeGpu) -> Iterator[None]:
         torch: {"compile": gpu.compiled},
         torch.accelerator: {"current_stream": lambda *_: _Stream(gpu.waits_for)},
         platform: {"_gpus_compile": lambda: True},
+        # By Triton, in a kernel each.
+        mlp: {"_triton_passes": lambda: tuple(map(gpu.compiled, (mlp.swiglu_forward, mlp.swiglu_backward)))},
         Tensor: {"record_stream": lambda *_: None},
         # One copy, as of other tensors; theirs reads one element after the other.
         FakeTensor: {"tolist": lambda x: x.cpu().tolist()},

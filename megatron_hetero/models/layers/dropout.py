@@ -20,7 +20,7 @@ Projections in one parameter, such as queries, keys and values, share a mask; `p
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Self
@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_hetero.groups.platform import compiled, compiles_for, on_device
+from megatron_hetero.groups.platform import compiles_for, on_device
+from megatron_hetero.models.layers.compiled import run
 from megatron_hetero.models.layers.linear import gradient_of_weight, product
 
 _STEP, _FIRST, _SECOND = (np.uint64(each) for each in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -128,8 +129,9 @@ class Dropout:
     def dropped(self, rows: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
         """Return each of `xs` [S, 1, in] with dropped elements set to zero."""
         columns = _columns(self.first, xs[0].shape[-1], rows.device)
-        function: Callable[..., Any] = compiled(_zeroed) if compiles_for(xs[0]) else _zeroed
-        return function(rows, columns, self.threshold, *xs)
+        # Inside a tuple, the columns have a fixed number for the compiler.
+        inputs = rows, (columns, self.threshold), *xs
+        return run(_zeroed, *inputs) if compiles_for(xs[0]) else _zeroed(*inputs)
 
 
 @lru_cache(maxsize=64)
@@ -140,8 +142,11 @@ def _columns(first: int, width: int, device: torch.device) -> Tensor:
         return on_device(torch.from_numpy((bits >> 32).astype(np.int32)), device)
 
 
-def _zeroed(rows: Tensor, columns: Tensor, threshold: int, *xs: Tensor) -> tuple[Tensor, ...]:
-    """Return `xs` with dropped elements set to zero, in a single pass over memory if compiled."""
+def _zeroed(rows: Tensor, mask: tuple[Tensor, int], *xs: Tensor) -> tuple[Tensor, ...]:
+    """Return `xs` with dropped elements set to zero, in a single pass over memory if compiled. `mask`: the hashes of
+    columns, and the threshold.
+    """
+    columns, threshold = mask
     bits = rows.view(-1, 1, 1) ^ columns
     bits *= 0x7FEB352D
     bits ^= bits >> 15  # The shift is arithmetic, which maps a number and its complement to one value.

@@ -245,8 +245,9 @@ class _Experts(torch.nn.Module):
 
     def _inner(self, wide: Tensor, weights: Tensor) -> Tensor:
         """Return the activated gate times up, [pairs, ffn], for `wide` [pairs, 2 ffn], times `weights` [pairs]."""
-        inner = run(activated, wide, F.silu, True) if self.compiled else swiglu(wide)
-        return inner * weights[:, None]
+        if self.compiled:
+            return run(activated, wide, F.silu, True) * weights[:, None]
+        return swiglu(wide, weights)
 
 
 def chunks(ends: Sequence[int], limit: int) -> list[tuple[slice, slice, bool]]:

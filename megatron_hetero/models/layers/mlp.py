@@ -1,7 +1,7 @@
 """MLPs: their description as values, and their torch module.
 
 SwiGLU is SiLU of the gate times up (Shazeer 2020, arXiv 2002.05202). On GPUs with a compiler it is a single kernel per
-pass, otherwise several kernels.
+pass, of Triton in half precision (`swiglu_kernels`), otherwise several kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_hetero.groups.platform import compiled, compiles_for
+from megatron_hetero.groups.platform import compiles_for
 from megatron_hetero.hf.weight_map import (
     ALIGNMENT,
     Share,
@@ -31,6 +31,7 @@ from megatron_hetero.hf.weight_map import (
 )
 from megatron_hetero.models.layers.compiled import activated, run
 from megatron_hetero.models.layers.dropout import ids_of_chunks
+from megatron_hetero.models.layers.kernels import HALF
 from megatron_hetero.models.layers.overlapped import (
     Overlapping,
     ahead_of,
@@ -190,26 +191,36 @@ class MLPModule(Overlapping):
         return activated(wide, self.activation, self.has_gate)
 
 
-def swiglu(wide: Tensor) -> Tensor:
-    """Return silu(gate) * up [..., ffn] for gate and up in one tensor [..., 2 ffn]; only the input is saved."""
-    return _SwiGLU.apply(wide)  # pyright: ignore[reportReturnType]
+def swiglu(wide: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return silu(gate) * up [..., ffn] for gate and up in one tensor [..., 2 ffn]; only the inputs are saved. With
+    `weights` [rows], each row of `wide` [rows, 2 ffn] is multiplied by its weight.
+    """
+    if weights is None or compiles_for(wide):
+        return _SwiGLU.apply(wide, weights)  # pyright: ignore[reportReturnType]
+    # Autograd saves the product for the gradient of the weights, which otherwise would take another pass.
+    return _SwiGLU.apply(wide, None) * weights[:, None]  # pyright: ignore[reportOperatorIssue, reportReturnType]
 
 
-def swiglu_forward(wide: Tensor) -> Tensor:
+def swiglu_forward(wide: Tensor, weights: Tensor | None = None) -> Tensor:
     """Compute the forward pass of `swiglu`."""
     gate, up = wide.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    product = F.silu(gate).mul_(up)
+    return product if weights is None else product.mul_(weights[:, None])
 
 
-def swiglu_backward(grad: Tensor, wide: Tensor) -> Tensor:
+def swiglu_backward(grad: Tensor, wide: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Compute the backward pass of `swiglu`, as a function to be compiled."""
-    gate, up = wide.chunk(2, dim=-1)
+    (gate, up), grad_weights = wide.chunk(2, dim=-1), None
+    activated = F.silu(gate)
+    if weights is not None:
+        grad_weights = (grad * activated * up).sum(dim=-1)
+        grad = grad * weights[:, None]
     grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
-    return torch.cat((grad_gate, grad * F.silu(gate)), dim=-1)
+    return torch.cat((grad_gate, grad * activated), dim=-1), grad_weights
 
 
 def swiglu_backward_in_place(grad: Tensor, wide: Tensor) -> Tensor:
-    """Compute the backward pass of `swiglu` without a compiler and without intermediate copies."""
+    """Compute the backward pass of `swiglu` without weights, without a compiler and without intermediate copies."""
     (gate, up), grad_wide = wide.chunk(2, dim=-1), torch.empty_like(wide)
     grad_gate, grad_up = grad_wide.chunk(2, dim=-1)
     activated = F.silu(gate)
@@ -221,13 +232,27 @@ def swiglu_backward_in_place(grad: Tensor, wide: Tensor) -> Tensor:
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, wide: Tensor) -> Tensor:
-        ctx.save_for_backward(wide)
-        return compiled(swiglu_forward)(wide) if compiles_for(wide) else swiglu_forward(wide)
+    def forward(ctx: Any, wide: Tensor, weights: Tensor | None) -> Tensor:
+        ctx.save_for_backward(wide, weights)
+        return _passes(wide)[0](wide, weights) if compiles_for(wide) else swiglu_forward(wide)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (wide,) = ctx.saved_tensors
-        back = compiled(swiglu_backward) if compiles_for(wide) else swiglu_backward_in_place
-        return back(grad, wide)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        wide, weights = ctx.saved_tensors
+        if compiles_for(wide):
+            return _passes(wide)[1](grad, wide, weights)
+        return swiglu_backward_in_place(grad, wide), None
+
+
+def _passes(wide: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the functions that compute the forward and the backward pass where there is a compiler."""
+    if wide.is_cuda and wide.dtype in HALF:
+        return _triton_passes()
+    return partial(run, swiglu_forward), partial(run, swiglu_backward)
+
+
+def _triton_passes() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    from megatron_hetero.models.layers import swiglu_kernels  # Triton comes with PyTorch for GPUs.
+
+    return swiglu_kernels.forward, swiglu_kernels.backward

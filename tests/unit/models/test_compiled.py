@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +18,13 @@ from torch._inductor.config import cpp
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.groups.platform import CPU
-from megatron_hetero.models.layers import compiled
+from megatron_hetero.models import language
+from megatron_hetero.models.layers import compiled, dropout, mlp
 from megatron_hetero.models.layers.compiled import NormWeights, require_compiler
-from megatron_hetero.models.layers.mlp import swiglu
+from megatron_hetero.models.layers.mlp import gelu_tanh, swiglu
 from megatron_hetero.models.layers.norms import LayerNorm, RMSNorm
 from megatron_hetero.models.layers.rotary import rotate, rotated_heads, split_heads
+from tests.unit.models.hopper import built, graphs, kernels, needs_triton, triton_function
 from tests.unit.models.layers import norm_of, with_gradients
 
 
@@ -70,6 +75,75 @@ def test_activations() -> None:
     wide = torch.randn(7, 1, 24)
     alike(lambda x: compiled.activated(x, F.silu, True), swiglu, wide)
     alike(lambda x: compiled.activated(x, F.gelu, False), F.gelu, wide)
+
+
+def head_gradients(logits: Tensor) -> Tensor:
+    highest = logits.amax(dim=-1).float()
+    total = compiled.run(language._sum_of_exponentials, logits, highest)
+    return compiled.run(language._gradients_, logits.clone(), highest, total, torch.zeros(len(logits)).long())
+
+
+WIDTH = 384
+COMPILED: dict[str, Callable[[Tensor], Any]] = {
+    "SwiGLU": lambda x: with_gradients(swiglu, x),
+    "weighted SwiGLU": lambda x: with_gradients(lambda x: swiglu(x, torch.ones(len(x)).to(x.dtype)), x),
+    "layers' SwiGLU": lambda x: compiled.run(compiled.activated, x, F.silu, True),
+    "layers' GELU": lambda x: compiled.run(compiled.activated, x, gelu_tanh, False),
+    "dropout": lambda x: dropout.Dropout(0.5, 7, 0).dropped(torch.arange(len(x), dtype=torch.int32), x[:, None]),
+    "head": head_gradients,
+}
+"""What is compiled of layers, by its name, for [tokens, width]."""
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Inside, layers compile as on a GPU."""
+    with contextlib.ExitStack() as stack:
+        for module in (mlp, dropout):
+            stack.enter_context(mock.patch.object(module, "compiles_for", return_value=True))
+        yield
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_all_but_the_number_of_tokens_is_fixed(name: str) -> None:
+    """Sizes are numbers in graphs, of which one serves any number of tokens."""
+    with compiling(), graphs() as found:
+        COMPILED[name](torch.randn(6, WIDTH))
+        made = len(found)
+        for tokens in (3, 77):
+            COMPILED[name](torch.randn(tokens, WIDTH))
+    sizes = [
+        node.meta["example_value"] for graph in found for node in graph.graph.nodes if "example_value" in node.meta
+    ]
+    sizes = [value.shape for value in sizes if isinstance(value, Tensor)]
+    assert 0 < len(found) == made
+    assert any(isinstance(shape[0], torch.SymInt) for shape in sizes)
+    assert all(type(size) is int for shape in sizes for size in shape[1:])
+
+
+@needs_triton
+@pytest.mark.parametrize("name", COMPILED)
+def test_the_compiler_writes_widths_as_numbers(name: str) -> None:
+    """Kernels for GPUs have no argument for a size (`ks0`, ...)."""
+    with compiling(), kernels() as found:
+        COMPILED[name](torch.randn(64, WIDTH).bfloat16())
+    assert found and not [source for source in found if re.search(r"\bks\d", source)]
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["layers' SwiGLU", "layers' GELU"])
+def test_kernels_of_the_compiler_load_16_bytes_at_once(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # The default, about which Triton 3.9 warns.
+    with kernels() as found:
+        COMPILED[name](torch.randn(64, WIDTH).bfloat16())
+    (source,) = found
+    types = {"in_ptr0": "*bf16", "out_ptr0": "*bf16", "xnumel": "i32"}
+    kernel = built(triton_function(source, tmp_path), types, {"XBLOCK": 1024}, warps=4)
+    assert set(kernel.memory) == {"ld.global.v4.b32", "st.global.v4.b32"}
+    assert kernel.stack == kernel.shared == 0
 
 
 @pytest.mark.long  # The compiler takes long.
