@@ -15,6 +15,7 @@ from weakref import finalize
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import FunctionMeta, once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from megatron_hetero.base.errors import UserError, os_errors_as
@@ -29,6 +30,29 @@ without gradients. Beyond this limit PyTorch runs the function eagerly, which ta
 """
 HEADROOM = 512 << 20
 """GPU memory in bytes that is left free for kernels that CUDA loads and buffers that NCCL allocates at first use."""
+
+
+class _OnceDifferentiable(FunctionMeta):
+    """Metaclass of `Function`. The backward pass of its classes calls `backward` without wrappers."""
+
+    def __init__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, Any]):
+        super().__init__(name, bases, attributes)
+        backward = cls.backward  # pyright: ignore[reportAttributeAccessIssue]
+        refusing = once_differentiable(backward)
+
+        def apply(ctx: Any, *grads: Any) -> Any:
+            return (refusing if torch.is_grad_enabled() else backward)(ctx, *grads)
+
+        cls._backward_cls.apply = apply  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Function(torch.autograd.Function, metaclass=_OnceDifferentiable):
+    """An autograd function whose gradients cannot be differentiated again, as with `once_differentiable`. PyTorch's own
+    class spends a few microseconds per pass of each call on transforms of functorch and on changes of the grad mode.
+    """
+
+    # The method of the base class in C++, without the wrapper in `torch.autograd.Function`.
+    apply = torch._C._FunctionBase.__dict__["apply"]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass

@@ -28,9 +28,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megatron_hetero.groups.platform import compiled, compiles_for, on_device
+from megatron_hetero.groups.platform import Function, compiled, compiles_for, on_device
 from megatron_hetero.models.layers.linear import gradient_of_weight, product
 
 _STEP, _FIRST, _SECOND = (np.uint64(each) for each in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -150,7 +149,7 @@ def _zeroed(rows: Tensor, columns: Tensor, threshold: int, *xs: Tensor) -> tuple
     return tuple(x.masked_fill(is_dropped, 0) for x in xs)
 
 
-class _DroppedLinear(torch.autograd.Function):
+class _DroppedLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Tensor, dropout: Dropout) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
@@ -159,7 +158,6 @@ class _DroppedLinear(torch.autograd.Function):
         return product(x, weight.t())
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         grad_x = product(grad, weight) if ctx.needs_input_grad[0] else None

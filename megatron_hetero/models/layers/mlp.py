@@ -14,9 +14,8 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megatron_hetero.groups.platform import compiled, compiles_for
+from megatron_hetero.groups.platform import Function, compiled, compiles_for
 from megatron_hetero.hf.weight_map import (
     ALIGNMENT,
     Share,
@@ -219,14 +218,13 @@ def swiglu_backward_in_place(grad: Tensor, wide: Tensor) -> Tensor:
     return grad_wide
 
 
-class _SwiGLU(torch.autograd.Function):
+class _SwiGLU(Function):
     @staticmethod
     def forward(ctx: Any, wide: Tensor) -> Tensor:
         ctx.save_for_backward(wide)
         return compiled(swiglu_forward)(wide) if compiles_for(wide) else swiglu_forward(wide)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         (wide,) = ctx.saved_tensors
         back = compiled(swiglu_backward) if compiles_for(wide) else swiglu_backward_in_place

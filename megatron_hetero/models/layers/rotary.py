@@ -22,9 +22,8 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megatron_hetero.groups.platform import compiles_for, on_device
+from megatron_hetero.groups.platform import Function, compiles_for, on_device
 from megatron_hetero.models.layers.compiled import run, turned, turned_back
 
 
@@ -121,14 +120,13 @@ def _chunk_rows(chunks: tuple[int, ...], ranks: int, device: torch.device) -> tu
     return on_device(rows, device), on_device(rows.argsort(), device)
 
 
-class _Reordered(torch.autograd.Function):
+class _Reordered(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Order, into_rows: bool) -> Tensor:
         ctx.order, ctx.into_rows = order, into_rows
         return _place(x, order) if into_rows else x.index_select(0, order.rows)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return grad.index_select(0, ctx.order.rows) if ctx.into_rows else _place(grad, ctx.order), None, None
 
@@ -204,14 +202,13 @@ def _by_heads(table_nD: Tensor, x: Tensor) -> Tensor:
     return table_nD.view(len(x), *[1] * (x.dim() - 2), table_nD.shape[-1])
 
 
-class _Rotate(torch.autograd.Function):
+class _Rotate(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, table_2nD: Tensor) -> Tensor:
         ctx.save_for_backward(table_2nD)
         return _rotated(x, table_2nD, back=False)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return _rotated(grad, *ctx.saved_tensors, back=True), None
 
@@ -224,7 +221,7 @@ def _rotated(x: Tensor, table_2nD: Tensor, *, back: bool) -> Tensor:
     return out
 
 
-class _RotatedHeads(torch.autograd.Function):
+class _RotatedHeads(Function):
     """Autograd function of `rotated_heads`. No output is a view of the projection, which would stay in memory."""
 
     @staticmethod
@@ -240,7 +237,6 @@ class _RotatedHeads(torch.autograd.Function):
         return out if members == 1 else tuple(x.unflatten(1, (members, -1)) for x in out)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (table_2nD,) = ctx.saved_tensors
         one_pass = _in_one_pass(grads[0], table_2nD)
