@@ -77,7 +77,7 @@ def main() -> None:
     """Measure, print, write."""
     options = _options()
     if options.worker:
-        _work(Path(options.worker), options.waves)
+        _work(Path(options.worker), options.waves, options.samples)
     elif options.by_module:
         _by_module(options)
     else:
@@ -101,6 +101,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=RESULTS, help="where to write")
     parser.add_argument("--by_module", action="store_true", help="measure the passes of each module, without loading")
     parser.add_argument("--against", type=Path, help="another checkout, for --by_module")
+    parser.add_argument("--samples", type=int, default=1, help="samples of a micro-batch, for --by_module")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--waves", type=int, default=1, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -123,11 +124,11 @@ class _Laps(Stopwatch):
         self.seconds[key] = self.seconds.get(key, 0.0) + time.process_time() - begin
 
 
-def _work(folder: Path, waves: int) -> None:
+def _work(folder: Path, waves: int, samples: int) -> None:
     """Compute gradients for as many seconds as each line of the input says, and print the mean CPU times of a
     micro-batch.
     """
-    run = _run(folder, f"worker-{os.getpid()}", f"--schedule.waves {waves}")
+    run = _run(folder, f"worker-{os.getpid()}", f"--schedule.waves {waves}", samples)
     batch, trainer = run.loader.load(1, map), run.trainer
     trainer.runner.watch = watch = _Laps(run.trainer.runner.watch._platform)  # pyright: ignore[reportPrivateUsage]
     print("ready", flush=True)
@@ -145,15 +146,16 @@ def _by_module(options: argparse.Namespace) -> None:
     sides = {} if options.against is None else {"before": (options.against, 1)}
     sides |= {"now" if waves == 1 else f"waves of {waves}": (here, waves) for waves in WAVES}
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
-        write_samples(Path(name), DEEP, [TINY] * SAMPLES, words=[24] * SAMPLES)
-        workers = {side: stack.enter_context(_Worker(name, *place)) for side, place in sides.items()}
+        samples = options.samples * MICRO_BATCHES
+        write_samples(Path(name), DEEP, [TINY] * samples, words=[24] * samples)
+        workers = {side: stack.enter_context(_Worker(name, *place, options.samples)) for side, place in sides.items()}
         measured: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
         for turn in range(-1, options.rounds):  # The first round only warms up.
             for side in list(sides)[:: 1 if turn % 2 == 0 else -1]:
                 seconds = workers[side].measure(options.seconds)
                 if turn >= 0:
                     measured[side].append(seconds)
-    text = _by_module_text(measured)
+    text = _by_module_text(measured, options.samples)
     print(text)
     options.results.mkdir(parents=True, exist_ok=True)
     (options.results / "host-by-module.md").write_text(text + "\n", encoding="utf-8")
@@ -162,8 +164,9 @@ def _by_module(options: argparse.Namespace) -> None:
 class _Worker:
     """A process that measures a checkout, a while for each request."""
 
-    def __init__(self, folder: str, checkout: Path, waves: int):
-        command = [sys.executable, "-P", __file__, "--worker", folder, "--waves", str(waves)]
+    def __init__(self, folder: str, checkout: Path, waves: int, samples: int):
+        command = [sys.executable, "-P", __file__, "--worker", folder]
+        command += ["--waves", str(waves), "--samples", str(samples)]
         environment = os.environ | {"PYTHONPATH": str(checkout.resolve())}
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -191,7 +194,7 @@ class _Worker:
         return line.strip()
 
 
-def _by_module_text(measured: dict[str, list[dict[str, float]]]) -> str:
+def _by_module_text(measured: dict[str, list[dict[str, float]]], samples: int) -> str:
     sides = list(measured)
     first = measured[sides[0]]
     rows = []
@@ -212,7 +215,7 @@ def _by_module_text(measured: dict[str, list[dict[str, float]]]) -> str:
     )
     return "\n".join(
         [
-            f"CPU time of a micro-batch of {SAMPLES // MICRO_BATCHES} tiny pictures and short texts, "
+            f"CPU time of a micro-batch of {samples} tiny pictures and short texts, "
             f"{DEEP.vision_layers} layers of the encoder and {DEEP.text_layers} of the language model, one rank, CPU, "
             f"nothing loaded; `micro-batch` with all else of a step ({MICRO_BATCHES} micro-batches).\n",
             table(header, rows),
@@ -253,15 +256,17 @@ def _measure(folder: Path, rounds: int, seconds: float) -> dict[str, list[float]
     return found
 
 
-def _run(folder: Path, log: str, more: str = "") -> Any:
+def _run(folder: Path, log: str, more: str = "", samples: int = SAMPLES // MICRO_BATCHES) -> Any:
     from pretrain_vlm import build_run
 
     flags = f"--model.hf_path {folder}/model --model.dtype float32 --data.registry.d.annotations {folder}/data.jsonl "
     flags += (
         f"--data.registry.d.images {folder}/images --data.datasets d --data.shuffle false --log.dir {folder}/{log} "
     )
-    flags += f"--data.max_seq_length 8192 --train.global_batch_size {SAMPLES} --train.iters 100000 "
-    flags += f"--train.micro_batch_size {SAMPLES // MICRO_BATCHES} --vision-parallel dp:1 --text-parallel dp:1 {more}"
+    flags += f"--data.max_seq_length 8192 --train.global_batch_size {samples * MICRO_BATCHES} "
+    flags += (
+        f"--train.iters 100000 --train.micro_batch_size {samples} --vision-parallel dp:1 --text-parallel dp:1 {more}"
+    )
     return build_run(load_config(flags.split()), join_group(0, 1, f"{folder}/store-{log}"))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import resource
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -115,6 +116,10 @@ def instead_of_compiled(run: Callable[..., Any]) -> Iterator[None]:
         _COMPILER.instead = before
 
 
+_THREAD = threading.local()
+"""Whether PyTorch's limit of graphs is set in a thread (`has_limit`), which takes as long to read as small kernels."""
+
+
 @cache
 def compiled(function: Callable[..., Any], *, dynamic: bool = True) -> Callable[..., Any]:
     """Compile a function with `torch.compile`, once for tensors of any length. Without `dynamic`, all dims have fixed
@@ -125,9 +130,10 @@ def compiled(function: Callable[..., Any], *, dynamic: bool = True) -> Callable[
     def run(*inputs: Any) -> Any:
         if _COMPILER.instead is not None and any(isinstance(x, torch.Tensor) and x.is_meta for x in inputs):
             return _COMPILER.instead(function, *inputs)
-        # Set the limit in each call: settings are per thread, and backward passes run in other threads.
-        if torch._dynamo.config.recompile_limit < MAX_GRAPHS:
-            torch._dynamo.config.recompile_limit = MAX_GRAPHS
+        # Settings are per thread, and backward passes run in other threads.
+        if not hasattr(_THREAD, "has_limit"):
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_GRAPHS)
+            _THREAD.has_limit = True
         return make()(*inputs)
 
     return run

@@ -64,7 +64,9 @@ def chunk_sizes(module: Overlapping, tokens: int) -> tuple[int, ...]:
     Long chunks except the last have whole tiles, so that their products need no more tiles than a single product.
     """
     count = min(module.exchange_chunks, max(1, tokens))
-    if count > 1 and tokens >= TILE * count * count:
+    if count == 1:
+        return (tokens,)
+    if tokens >= TILE * count * count:
         long = TILE * round(tokens / count / TILE)
         return *(long,) * (count - 1), tokens - long * (count - 1)
     return tuple(tokens // count + (chunk < tokens % count) for chunk in range(count))
