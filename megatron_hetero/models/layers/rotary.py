@@ -211,7 +211,7 @@ class _Table(NamedTuple):
         return views[dims]
 
 
-def unbound(table_2nD: Tensor) -> tuple[Tensor, Tensor]:
+def unbound(table_2nD: Tensor) -> tuple[Tensor, ...]:
     """Return the cosines and the sines [n, D], always the same views of the same table."""
     views = _stored_views(table_2nD)
     if "unbound" not in views:
@@ -277,14 +277,15 @@ class _RotatedHeads(Function):
 
 def _heads_turned_in_passes(mixed: Tensor, table_2nD: Tensor, dim: int) -> tuple[Tensor, ...]:
     heads = _token_heads(mixed, table_2nD.shape[1], dim)
-    *shape, width, _ = heads.shape
+    tokens, groups, width, _ = heads.shape
     # Queries and keys are adjacent, so one product with the cosines computes both.
     both, table, sizes = heads.narrow(2, 0, width - 1), _Table.of(table_2nD, 4), (width - 2, 1)
     alongs = _along(both, table).split_with_sizes(sizes, dim=2)
-    outs = tuple(heads.new_empty(*shape, size, dim) for size in sizes)
-    for x, along, out in zip(both.split_with_sizes(sizes, dim=2), alongs, outs, strict=True):
-        _turn(x, table, out, along=along)
-    return *(out.flatten(1, 2) for out in outs), heads.select(2, width - 1).contiguous()
+    # Allocated in their final shapes: autograd copies outputs that are views into new tensors.
+    outs = tuple(heads.new_empty(tokens, groups * size, dim) for size in sizes)
+    for x, along, out, size in zip(both.split_with_sizes(sizes, dim=2), alongs, outs, sizes, strict=True):
+        _turn(x, table, out.view(tokens, groups, size, dim), along=along)
+    return *outs, heads.select(2, width - 1).contiguous()
 
 
 def _heads_turned_back(ctx: Any, table_2nD: Tensor, grads: Sequence[Tensor]) -> Tensor:
