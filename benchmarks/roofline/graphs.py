@@ -170,11 +170,12 @@ def page() -> str:
             "`python -m benchmarks.roofline.graphs` (not measured). A gain is what graphs save of what is exposed, "
             f"less padding. The host takes {SPENT:.0%} of the time for a kernel that is stated.\n",
             table(header, rows),
-            "\nWith one micro-batch in a wave, graphs of the encoder pay if the host is slow. So do larger waves, for which "
-            "nothing is captured or padded: they take 3 to 6 GB of a rank (`--plan`: 49.1, 51.0 and 54.7 GB of 7B in waves "
-            "of 1, 2 and 4; 72.4, 73.4 and 75.3 GB of 32B), and `schedule.waves auto` chooses four for both. Graphs of the "
-            "encoder then save less than four buckets cost, and with more buckets between -2.4 and +1.1 ms, at most 0.3 % "
-            "of a micro-batch. Graphs of text cost more. They are not built.",
+            "\nWith one micro-batch in a wave, graphs of the encoder pay if the host is slow. So do larger waves, "
+            "for which nothing is captured or padded: they take 3 to 6 GB of a rank (`--plan`: 49.1, 51.0 and "
+            "54.7 GB of 7B in waves of 1, 2 and 4; 72.4, 73.4 and 75.3 GB of 32B), and `schedule.waves auto` "
+            "chooses four for both. Graphs of the encoder then save less than four buckets cost, and with more "
+            "buckets between -2.4 and +1.1 ms, at most 0.3 % of a micro-batch. Graphs of text cost more. They are"
+            " not built.",
         ]
     )
 
