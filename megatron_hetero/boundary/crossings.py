@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.autograd.function import once_differentiable
 
 from megatron_hetero.base.errors import UserError
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.loaded import LoadedPlan
+from megatron_hetero.groups.platform import Function
 from megatron_hetero.layout.graph import Edge
 
 _NOT_ACCUMULATED = (
@@ -97,7 +97,7 @@ class _Crossing:
             return self.communicator.start_backward(self.plan, grad, problem=problem).wait()
 
 
-class _Arrival(torch.autograd.Function):
+class _Arrival(Function):
     """An autograd function that returns arrived rows, given in a list so that the output is not a view of an input."""
 
     @staticmethod
@@ -106,7 +106,6 @@ class _Arrival(torch.autograd.Function):
         return arrived.pop()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.crossing.accumulate(grad)
         return None, None, None

@@ -299,9 +299,10 @@ class ScheduleConfig(Section):
         "Encoder schedule: waves or recompute (repeat each forward pass before its backward pass) on ranks "
         "shared with the text module, ahead on separate ranks.",
     )
-    waves: int | None = option(
+    waves: Literal["auto"] | int | None = option(
         None,
-        "Micro-batches per wave of an encoder on shared ranks.",
+        "Micro-batches per wave of an encoder on shared ranks; auto: without text stages, up to four if the planned "
+        "memory fits into plan.memory_gb.",
         "1; near 3*pp with text stages",
         at_least=1,
     )

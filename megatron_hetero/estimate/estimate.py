@@ -14,12 +14,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
 
+from megatron_hetero.config.fields import unused, wrong
 from megatron_hetero.config.schema import Config
 from megatron_hetero.estimate.allowance import ALLOWANCES, allowance_bytes
 from megatron_hetero.estimate.durations import module_durations
@@ -42,6 +43,8 @@ _Call = tuple[str, int]
 """The name of a module, and the number of micro-batches in one of its calls."""
 PLANNED_TURNS = 1 << 13
 """Maximum number of stages times micro-batches in a step; larger steps are refused, as simulations would be slow."""
+SHARED = (4, 3, 2)
+"""Numbers of micro-batches whose items may share an encoder call with `schedule.waves auto`, the best first."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +61,7 @@ class Estimate:
     @classmethod
     def of(cls, config: Config, world_size: int, *, gpu: bool = True) -> Estimate:
         """Return the estimate of a configuration. Raises `UserError` if it does not fit the model or the world."""
-        job = JobSpec.of(config, world_size)
+        job = JobSpec.of(with_waves(config, world_size), world_size)
         job.require_turns(PLANNED_TURNS)
         return cls(job, AssumedBatch.of(job), world_size, gpu)
 
@@ -249,6 +252,39 @@ class Estimate:
         imbalance = self.job.config.plan.expert_imbalance
         modules = self.job.modules.items()
         return {name: Measured.of(module, gpu=self.gpu, imbalance=imbalance) for name, module in modules}
+
+
+def with_waves(config: Config, world_size: int) -> Config:
+    """Return a configuration whose `schedule.waves` is a number, or None for the default, in place of `auto`: the most
+    micro-batches of `SHARED` whose plan fits into `plan.memory_gb`, else 1. With text stages it is the default, with
+    which micro-batches share calls already. Equal configurations have equal results on all ranks and on any device.
+
+    Raises:
+        UserError: the memory is unknown, no encoder runs in waves, or the configuration does not fit the world.
+    """
+    if config.schedule.waves != "auto":
+        return config
+    default, limit = _in_waves_of(None, config), config.plan.memory_bytes
+    job = JobSpec.of(default, world_size)
+    if all(encoder.style != "waves" for encoder in job.schedule.encoders):
+        raise unused("schedule.waves", "auto", "no encoder runs in waves", "remove it")
+    if limit is None:
+        because, fix = "waves are as large as the memory of a GPU allows", "set plan.memory_gb, or give a number"
+        raise wrong("schedule.waves", "auto without plan.memory_gb", "both", because, fix)
+    if job.layouts[TEXT].pp > 1:
+        return default
+    micro_batches = job.batch.micro_batches
+    # As many calls as with waves of `most`, but equally large ones.
+    sizes = (-(-micro_batches // -(-micro_batches // most)) for most in SHARED)
+    for waves in dict.fromkeys(size for size in sizes if size > 1):
+        chosen = _in_waves_of(waves, config)
+        if Estimate.of(chosen, world_size).totals.max() <= limit:
+            return chosen
+    return _in_waves_of(1, config)
+
+
+def _in_waves_of(waves: int | None, config: Config) -> Config:
+    return replace(config, schedule=replace(config.schedule, waves=waves))
 
 
 def _max_in_flight(role: Role, edge: Edge) -> int:

@@ -73,7 +73,7 @@ def assumptions(estimate: Estimate) -> list[str]:
         f"Plan of {config.model.hf_path} in {config.model.dtype} with {config.optimizer.name} on "
         f"{estimate.world_size:,} ranks",
         f"A step: {config.train.global_batch_size:,} samples, {batch.micro_batches:,} micro-batches of "
-        f"{batch.samples:,} for each of {batch.replicas:,} {texts} of {TEXT}.",
+        f"{batch.samples:,} for each of {batch.replicas:,} {texts} of {TEXT}{estimate.job.waves_text}.",
     ]
     if (budget := estimate.job.budget) is not None:
         lines.append(

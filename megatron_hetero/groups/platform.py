@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import resource
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from weakref import finalize
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import FunctionMeta, once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from megatron_hetero.base.errors import UserError, os_errors_as
@@ -30,6 +32,29 @@ without gradients. Beyond this limit PyTorch runs the function eagerly, which ta
 """
 HEADROOM = 512 << 20
 """GPU memory in bytes that is left free for kernels that CUDA loads and buffers that NCCL allocates at first use."""
+
+
+class _OnceDifferentiable(FunctionMeta):
+    """Metaclass of `Function`. The backward pass of its classes calls `backward` without wrappers."""
+
+    def __init__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, Any]):
+        super().__init__(name, bases, attributes)
+        backward = cls.backward  # pyright: ignore[reportAttributeAccessIssue]
+        refusing = once_differentiable(backward)
+
+        def apply(ctx: Any, *grads: Any) -> Any:
+            return (refusing if torch.is_grad_enabled() else backward)(ctx, *grads)
+
+        cls._backward_cls.apply = apply  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Function(torch.autograd.Function, metaclass=_OnceDifferentiable):
+    """An autograd function whose gradients cannot be differentiated again, as with `once_differentiable`. PyTorch's own
+    class spends a few microseconds per pass of each call on transforms of functorch and on changes of the grad mode.
+    """
+
+    # The method of the base class in C++, without the wrapper in `torch.autograd.Function`.
+    apply = torch._C._FunctionBase.__dict__["apply"]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass
@@ -92,6 +117,10 @@ def instead_of_compiled(run: Callable[..., Any]) -> Iterator[None]:
         _COMPILER.instead = before
 
 
+_THREAD = threading.local()
+"""Whether PyTorch's limit of graphs is set in a thread (`has_limit`), which takes as long to read as small kernels."""
+
+
 @cache
 def compiled(function: Callable[..., Any], *, dynamic: bool = True) -> Callable[..., Any]:
     """Compile a function with `torch.compile`, once for tensors of any length. Without `dynamic`, all dims have fixed
@@ -102,9 +131,10 @@ def compiled(function: Callable[..., Any], *, dynamic: bool = True) -> Callable[
     def run(*inputs: Any) -> Any:
         if _COMPILER.instead is not None and any(isinstance(x, torch.Tensor) and x.is_meta for x in inputs):
             return _COMPILER.instead(function, *inputs)
-        # Set the limit in each call: settings are per thread, and backward passes run in other threads.
-        if torch._dynamo.config.recompile_limit < MAX_GRAPHS:
-            torch._dynamo.config.recompile_limit = MAX_GRAPHS
+        # Settings are per thread, and backward passes run in other threads.
+        if not hasattr(_THREAD, "has_limit"):
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_GRAPHS)
+            _THREAD.has_limit = True
         return make()(*inputs)
 
     return run

@@ -110,7 +110,10 @@ class JobSpec:
 
     @classmethod
     def of(cls, config: Config, world_size: int) -> JobSpec:
-        """Return the job of a configuration, with all settings checked against the model. Raises `UserError`."""
+        """Return the job of a configuration, with all settings checked against the model. Raises `UserError`.
+
+        `schedule.waves` must be resolved (`estimate.estimate.with_waves`).
+        """
         model = config.model
         folders = ModelFolders.read(model.hf_path, model.hf_path_vision, model.fresh_projector)
         shapes = ModelShapes.of(folders, config.further_folders)
@@ -210,6 +213,12 @@ class JobSpec:
     def schedule(self) -> Schedule:
         """The checked schedule of a step of `batch`. Raises `UserError` if settings and layouts do not fit."""
         return self.schedule_of(self.batch.micro_batches)
+
+    @property
+    def waves_text(self) -> str:
+        """A text with the size of waves, to be appended to a sentence; empty if each has a single micro-batch."""
+        window = max((each.window for each in self.schedule.encoders if each.style == "waves"), default=1)
+        return f", encoded in waves of {window} micro-batches" if window > 1 else ""
 
     def schedule_of(self, micro_batches: int, *, evaluation: bool = False) -> Schedule:
         """Return the checked schedule of a training step of `micro_batches`, or of an `evaluation` without backward
@@ -338,6 +347,7 @@ def _require_experts(config: Config, shapes: ModelShapes) -> None:
 
 def _schedule_settings(config: Config) -> ScheduleSettings:
     chosen = config.schedule
+    assert chosen.waves != "auto", "the plan resolves `auto` before anything else reads it"
     return ScheduleSettings(chosen.kind, chosen.waves, chosen.run_ahead, chosen.virtual_stages)
 
 

@@ -19,9 +19,8 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megatron_hetero.groups.platform import compiles_for
+from megatron_hetero.groups.platform import Function, compiles_for
 from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.family import TextShape
 from megatron_hetero.models.layers.attention import SelfAttention
@@ -177,7 +176,7 @@ def head_loss(
     return _HeadLoss.apply(hidden, weight, targets, shard, hits, chunk or max(1, limit // len(weight)))
 
 
-class _HeadLoss(torch.autograd.Function):
+class _HeadLoss(Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabularyShard, hits: Tensor | None,
@@ -211,7 +210,6 @@ class _HeadLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad_hidden, grad_weight, grad_logits, hidden = ctx.saved_tensors
         # Modify the saved tensor in place, so that autograd rejects a second backward pass.

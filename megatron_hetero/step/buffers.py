@@ -287,10 +287,12 @@ class BufferedGradients(ModuleGradients):
             self.state.refuse_backward()
 
     def _arrived(self, parameter: nn.Parameter, *_: object) -> None:
-        key, place = id(parameter), self._place[id(parameter)]
+        key = id(parameter)
+        place = self._place[key]
         self._require_before(place)
-        if key in self._expected:
-            self._missing[place].discard(key)
+        if key not in self._expected:
+            return
+        self._missing[place].discard(key)
         while len(self._works) < len(self.buckets) and not self._missing[len(self._works)]:
             self._start(len(self._works))
 

@@ -195,12 +195,12 @@ class TrainedModule:
         """The parameters that require gradients, by name."""
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
-    @property
+    @cached_property
     def holders(self) -> dist.ProcessGroup:
         """The ranks with different shards of the parameters: tensor-parallel ranks in the main view."""
         return self.topology.group(self.name, *self.view.shard_axes)
 
-    @property
+    @cached_property
     def replicas(self) -> dist.ProcessGroup:
         """The ranks with the same parameters and different tokens, which sum their gradients."""
         return self.topology.group(self.name, *self.view.sum_axes)

@@ -98,7 +98,7 @@ def open_inputs(config: Config, platform: Platform, watchdog: Watchdog) -> tuple
 
     def open_here() -> str:
         try:
-            job = JobSpec.of(config, dist.get_world_size())
+            job = JobSpec.of(_resolved(config), dist.get_world_size())
             inputs = Inputs.open(job)
             opened.append((job, inputs))
             files.update(_files(job, inputs))
@@ -116,6 +116,15 @@ def open_inputs(config: Config, platform: Platform, watchdog: Watchdog) -> tuple
             raise UserError(problem if len(ranks) == len(problems) else f"on rank {format_ranks(ranks)}: {problem}")
         _require_same(files)
     return opened[0]
+
+
+def _resolved(config: Config) -> Config:
+    """Return the configuration with `schedule.waves` resolved. Raises `UserError`."""
+    if config.schedule.waves != "auto":
+        return config
+    from megatron_hetero.estimate.estimate import with_waves  # Other runs need no plan, which takes time to import.
+
+    return with_waves(config, dist.get_world_size())
 
 
 def _require_same(facts: Facts) -> None:

@@ -140,7 +140,8 @@ def stretches(first: int, last: int, interval: int) -> Iterator[tuple[int, int]]
 def describe(trainer: Trainer) -> Table:
     """Return a table with each module's layout, ranks and maximum number of parameters on a rank. Collective."""
     model = trainer.job.config.model
-    table = Table(title=f"{model.hf_path} in {model.dtype} on {trainer.topology.platform.device.type}")
+    title = f"{model.hf_path} in {model.dtype} on {trainer.topology.platform.device.type}"
+    table = Table(title=title + trainer.job.waves_text)
     for column in ("module", "layout", "ranks", "parameters per rank", "trained per rank", "activations over tp"):
         table.add_column(column, justify="right" if "per rank" in column else "left")
     for name, layout in trainer.topology.layouts.items():

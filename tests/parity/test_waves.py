@@ -40,6 +40,7 @@ CASES = [
     Case("dp:4", "dp:4", 4, flags=waves(2, *ZERO3)),
     Case("sp:2", "tp:2", 2, flags=waves(4, "--vision-recompute", "full")),
     Case("sp:2", "tp:2", 2, flags=waves(4, *OFFLOADED)),
+    Case("sp:2", "tp:2", 2, flags=("--schedule.waves", "auto", "--plan.memory_gb", "80"), given_batch=8),
 ]
 
 

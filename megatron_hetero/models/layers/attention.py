@@ -53,7 +53,7 @@ from megatron_hetero.models.layers.overlapped import (
 )
 from megatron_hetero.models.layers.parts import AttentionPart, Operations, Site, Tokens, kinds, named
 from megatron_hetero.models.layers.recompute import not_saving, recompute
-from megatron_hetero.models.layers.rotary import Order, rotate, rotated_heads, split_heads
+from megatron_hetero.models.layers.rotary import Order, rotate, rotated_heads, split_heads, unbound
 from megatron_hetero.models.layers.segments import (
     PackedSegments,
     gather_keys,
@@ -390,7 +390,7 @@ class PackedSelfAttention(TokenMixer):
         mixed = mixed if order is None else order.chosen(mixed)
         if self.compiled:
             norms = [None if norm is None else NormWeights.of(norm) for norm in (q_norm, k_norm)]
-            return run(heads, mixed, *table_2nD.unbind(), dim, *norms)
+            return run(heads, mixed, *unbound(table_2nD), dim, *norms)
         assert q_norm is not None and k_norm is not None, "families norm both or neither"
         q, k, v = (x.flatten(1, 2) for x in split_heads(mixed, table_2nD.shape[1], dim))
         q, k = (rotate(norm(x.contiguous()), table_2nD) for norm, x in ((q_norm, q), (k_norm, k)))

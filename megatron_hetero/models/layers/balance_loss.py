@@ -24,7 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from megatron_hetero.groups.platform import Function
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,21 +140,20 @@ def _unpacked(rows: Tensor, *like: Tensor) -> list[Tensor]:
     return tensors
 
 
-class _Balanced(torch.autograd.Function):
+class _Balanced(Function):
     @staticmethod
     def forward(ctx: Any, probabilities: Tensor, samples: Tensor, balance: Balance) -> Tensor:
         ctx.samples, ctx.balance = samples, balance
         return probabilities.view_as(probabilities)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         totals, factors = ctx.balance.totals, ctx.balance.samples.factors
         assert totals is not None, "the last stage runs before any backward pass"
         return grad + (totals * factors[:, None]).index_select(0, ctx.samples), None, None
 
 
-class _Left(torch.autograd.Function):
+class _Left(Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, balance: Balance) -> Tensor:
         ctx.balance, ctx.tokens = balance, len(hidden)
@@ -161,13 +161,12 @@ class _Left(torch.autograd.Function):
         return torch.cat([hidden, _packed(hidden, rows, balance.choices, balance.probabilities)])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (ctx.balance.totals,) = _unpacked(grad[ctx.tokens :], ctx.balance.probabilities)
         return grad[: ctx.tokens], None
 
 
-class _Arrived(torch.autograd.Function):
+class _Arrived(Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, balance: Balance) -> Tensor:
         ctx.balance = balance
@@ -178,7 +177,6 @@ class _Arrived(torch.autograd.Function):
         return hidden[:tokens].clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         balance = ctx.balance
         assert balance.totals is not None, "the last stage runs before any backward pass"

@@ -45,11 +45,12 @@ def run(function: Callable[..., Any], *inputs: Any) -> Any:
     """Return `function(*inputs)`, compiled for any number of tokens, which is the first dim of all tensors except
     parameters. Fewer than two tokens, which PyTorch would specialise for, run without the compiler.
     """
-    tensors = [x for x in inputs if isinstance(x, Tensor) and not isinstance(x, torch.nn.Parameter)]
-    if any(len(x) < 2 for x in tensors):
-        return function(*inputs)
-    for x in tensors:
-        torch._dynamo.mark_dynamic(x, 0)
+    for x in inputs:
+        if isinstance(x, Tensor) and not isinstance(x, torch.nn.Parameter):
+            if x.shape[0] < 2:
+                return function(*inputs)
+            if not hasattr(x, "_dynamo_dynamic_indices"):  # Tables of angles pass here in each layer.
+                torch._dynamo.mark_dynamic(x, 0)
     return compiled_once(function, dynamic=False)(*inputs)
 
 

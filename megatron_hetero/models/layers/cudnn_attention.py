@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from megatron_hetero.groups.platform import Function
 
 if TYPE_CHECKING:
     from megatron_hetero.models.layers.segments import PackedSegments
@@ -111,7 +112,7 @@ def attend(
     return torch.cat(outs)
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(Function):
     """A call. As in other kernels, saved tensors are its inputs and output, which hooks know, without padding."""
 
     @staticmethod
@@ -130,7 +131,6 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (q, k, v, out, *stored, offsets), call = ctx.saved_tensors, ctx.call
         sizes, options = (None, offsets, offsets, call.longest, call.longest), (0.0, True)

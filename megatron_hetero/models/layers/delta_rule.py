@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megatron_hetero.groups.platform import Function
 from megatron_hetero.models.layers.chunks import Chunks, TokenBlock
 from megatron_hetero.models.layers.sequences import Sequences
 
@@ -105,7 +105,7 @@ class _Inside(NamedTuple):
         return x_b.unflatten(0, (*self.qk_mhtK.shape[:2], -1))
 
 
-class _DeltaRule(torch.autograd.Function):
+class _DeltaRule(Function):
     @staticmethod
     def forward(
         ctx: Any, q_nhK: Tensor, k_nhK: Tensor, v_nHV: Tensor, decay_nH: Tensor, beta_nH: Tensor, chunks: Chunks
@@ -122,7 +122,6 @@ class _DeltaRule(torch.autograd.Function):
         return out[:-1]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         saved = ctx.saved_tensors  # Read once, since each access unpacks all saved tensors.
         inputs, states = _Inputs(*saved[:5]), list(saved[5:])

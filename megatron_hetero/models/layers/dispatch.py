@@ -30,7 +30,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from megatron_hetero.groups.platform import Function
 
 
 def block(experts: int, rank: int, ranks: int) -> tuple[int, int]:
@@ -64,14 +65,13 @@ def add_up(x: Tensor, copies: Copies) -> Tensor:
     return _Moved.apply(x, copies, True)  # pyright: ignore[reportReturnType]
 
 
-class _Moved(torch.autograd.Function):
+class _Moved(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, copies: Copies, adds: bool) -> Tensor:
         ctx.copies, ctx.adds = copies, adds
         return _moved(x, copies, adds)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return _moved(grad, ctx.copies, not ctx.adds), None, None
 
@@ -109,14 +109,13 @@ class RowExchange:
         return out
 
 
-class _Exchanged(torch.autograd.Function):
+class _Exchanged(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: RowExchange) -> Tensor:
         ctx.exchange = exchange
         return exchange.run(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return ctx.exchange.back.run(grad), None
 

@@ -28,9 +28,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megatron_hetero.groups.platform import compiles_for, on_device
+from megatron_hetero.groups.platform import Function, compiles_for, on_device
 from megatron_hetero.models.layers.compiled import run
 from megatron_hetero.models.layers.linear import gradient_of_weight, product
 
@@ -155,7 +154,7 @@ def _zeroed(rows: Tensor, mask: tuple[Tensor, int], *xs: Tensor) -> tuple[Tensor
     return tuple(x.masked_fill(is_dropped, 0) for x in xs)
 
 
-class _DroppedLinear(torch.autograd.Function):
+class _DroppedLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Tensor, dropout: Dropout) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
@@ -164,7 +163,6 @@ class _DroppedLinear(torch.autograd.Function):
         return product(x, weight.t())
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         grad_x = product(grad, weight) if ctx.needs_input_grad[0] else None

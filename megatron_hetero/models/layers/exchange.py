@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megatron_hetero.groups.platform import Function
 from megatron_hetero.hf.weight_map import Interval
 
 Columns = tuple[Interval, ...]
@@ -67,7 +67,7 @@ def gather_columns(x_NC: Tensor, widths: Sequence[int], lengths: Sequence[int], 
     return _Gather.apply(x_NC, widths, lengths, group)  # pyright: ignore[reportReturnType]
 
 
-class _Scatter(torch.autograd.Function):
+class _Scatter(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, columns: Sequence[Columns], lengths: Sequence[int], group: dist.ProcessGroup
@@ -76,7 +76,6 @@ class _Scatter(torch.autograd.Function):
         return _scattered(x, columns, lengths, group)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         by_member = _gathered(grad, list(map(width_of, ctx.columns)), ctx.lengths, ctx.group)
         grad_x = grad.new_zeros(ctx.lengths[ctx.group.rank()], ctx.width)
@@ -86,14 +85,13 @@ class _Scatter(torch.autograd.Function):
         return grad_x, None, None, None
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, widths: Sequence[int], lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
         ctx.widths, ctx.lengths, ctx.group = widths, lengths, group
         return torch.cat(_gathered(x, widths, lengths, group), dim=1)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         columns = [(bounds,) for bounds in pairwise(accumulate(ctx.widths, initial=0))]
         return _scattered(grad, columns, ctx.lengths, ctx.group), None, None, None

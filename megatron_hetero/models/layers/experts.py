@@ -20,9 +20,9 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_hetero.groups.megatron import tensor_parallel
+from megatron_hetero.groups.platform import Function
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, TensorSlice, WeightMap, split_length, whole
 from megatron_hetero.layout.axes import EXPERTS
 from megatron_hetero.models.layers.compiled import activated, run
@@ -273,7 +273,7 @@ def _inside(ends: Ends, experts: slice, rows: slice) -> Ends:
     return [min(end, rows.stop) - rows.start for end in ends[experts]]
 
 
-class _Chunked(torch.autograd.Function):
+class _Chunked(Function):
     """Autograd function that computes experts chunk by chunk and saves only its inputs. If an expert has several
     chunks, its weight gradient is summed over the chunks in fp32.
 
@@ -294,7 +294,6 @@ class _Chunked(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weights, *matrices = ctx.saved_tensors
         cuts, ends, activate, scales = ctx.plan

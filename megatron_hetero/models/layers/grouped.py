@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from megatron_hetero.groups.platform import Function
 
 Ends = Tensor | Sequence[int]
 """Where the rows of each group end: int32 [groups] on the device for a single kernel, or integers on the host for one
@@ -90,7 +91,7 @@ def grouped_linear(x: Tensor, matrices: Matrices, ends: Ends) -> Tensor:
     return _GroupedLinear.apply(x, ends, matrices.scale, *matrices[:3])  # pyright: ignore[reportReturnType]
 
 
-class _GroupedLinear(torch.autograd.Function):
+class _GroupedLinear(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, ends: Ends, scale: float, weight: Tensor, a: Tensor | None, b: Tensor | None
@@ -101,7 +102,6 @@ class _GroupedLinear(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, low, weight, a, b = ctx.saved_tensors
         matrices, grad, ends = Matrices(weight, a, b, ctx.scale), grad.contiguous(), ctx.ends

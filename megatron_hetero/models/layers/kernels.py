@@ -217,12 +217,15 @@ def bucketed(
     attend: Callable[..., Tensor] = F.scaled_dot_product_attention,
 ) -> Tensor:
     """Compute attention by `attend`, PyTorch's `scaled_dot_product_attention`, once per bucket of `segments`."""
-    queries = [bucket.queries * bucket.segments for bucket in segments.buckets]
-    keys = [bucket.keys * bucket.segments for bucket in segments.buckets]
-    q_buckets = _ordered(q_nHD, segments.order).split(queries)
-    k_buckets, v_buckets = (_ordered(x, segments.key_order).split(keys) for x in (k_KhD, v_KhD))
+    ordered = [_ordered(q_nHD, segments.order), *(_ordered(x, segments.key_order) for x in (k_KhD, v_KhD))]
+    if len(segments.buckets) == 1:
+        buckets = [ordered]
+    else:
+        queries = [bucket.queries * bucket.segments for bucket in segments.buckets]
+        keys = [bucket.keys * bucket.segments for bucket in segments.buckets]
+        buckets = zip(*(x.split(sizes) for x, sizes in zip(ordered, (queries, keys, keys), strict=True)), strict=True)
     outs = []
-    for *inputs, bucket in zip(q_buckets, k_buckets, v_buckets, segments.buckets, strict=True):
+    for inputs, bucket in zip(buckets, segments.buckets, strict=True):
         q, k, v = (x.unflatten(0, (bucket.segments, -1)).transpose(1, 2) for x in inputs)
         # Use a mask, since `is_causal` aligns the first query and key. A single query sees all keys and needs no mask.
         masked = causal and 1 < bucket.queries < bucket.keys

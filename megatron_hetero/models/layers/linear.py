@@ -13,16 +13,15 @@ and is slower if a dim is as small as the rank of an adapter, so only larger pro
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_hetero.groups.megatron import tensor_parallel
+from megatron_hetero.groups.platform import Function
 
 LEAST = 2**24
 """Minimum number of multiplications of a product that uses oneDNN."""
@@ -35,17 +34,15 @@ def product(x: Tensor, matrix: Tensor, bias: Tensor | None = None, *, dtype: tor
 
     The result is not a view, so it can be modified in place. For use inside autograd functions only.
     """
-    if dtype not in (None, x.dtype):
+    if dtype is not None and dtype != x.dtype:
         return torch.mm(x, matrix, out_dtype=dtype) if keeps_wide(x, dtype) else product(x, matrix).to(dtype)
-    rows, shape = x.flatten(0, -2), (*x.shape[:-1], matrix.shape[1])
+    is_matrix = x.dim() == 2
+    rows = x if is_matrix else x.flatten(0, -2)
     if _by_onednn(rows, matrix):
-        return _onednn(rows, matrix, bias).resize_(shape)
-    out = x.new_empty(shape)
-    if bias is None:
-        torch.mm(rows, matrix, out=out.flatten(0, -2))
+        out = _onednn(rows, matrix, bias)
     else:
-        torch.addmm(bias, rows, matrix, out=out.flatten(0, -2))
-    return out
+        out = torch.mm(rows, matrix) if bias is None else torch.addmm(bias, rows, matrix)
+    return out if is_matrix else out.resize_(*x.shape[:-1], matrix.shape[1])
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -64,9 +61,10 @@ def keeps_wide(x: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _by_onednn(left: Tensor, right: Tensor) -> bool:
-    usable = left.device.type == "cpu" and left.dtype == right.dtype == torch.float32 and has_onednn()
-    sizes = *left.shape, right.shape[1]
-    return usable and min(sizes) >= NARROW and math.prod(sizes) >= LEAST
+    # Most products on the host are decided by their size, which is the cheapest to read.
+    if left.numel() * right.shape[1] < LEAST or left.device.type != "cpu":
+        return False
+    return min(*left.shape, right.shape[1]) >= NARROW and left.dtype == right.dtype == torch.float32 and has_onednn()
 
 
 @cache
@@ -211,7 +209,7 @@ def _linear(
     return _Linear.apply(x, layer.weight, bias, other, sharing, layer.tp_group, ahead, later, beside)  # pyright: ignore[reportReturnType]
 
 
-class _Summed(torch.autograd.Function):
+class _Summed(Function):
     """Autograd function that sums the partial products of all ranks, and returns the sum or its rows for this rank's
     tokens. The product of one rank includes `bias`, which is passed only for its gradient over this rank's tokens.
     """
@@ -230,7 +228,6 @@ class _Summed(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad_partial, work = _gathered(grad, ctx.group, async_op=True) if ctx.sharing == "split" else (grad, None)
         grad_other = None if ctx.beside is None else ctx.beside.gradient()
@@ -240,7 +237,7 @@ class _Summed(torch.autograd.Function):
         return grad_partial, grad_bias, grad_other, None, None, None
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None, sharing: Sharing,  # noqa: ARG004 (for its gradient)
@@ -254,7 +251,6 @@ class _Linear(torch.autograd.Function):
         return product(whole, weight.t(), bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = grad_other = reducing = None

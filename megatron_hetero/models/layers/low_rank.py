@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_hetero.groups.megatron import tensor_parallel
-from megatron_hetero.groups.platform import on_device
+from megatron_hetero.groups.platform import Function, on_device
 from megatron_hetero.hf.weight_map import Interval
 from megatron_hetero.models.layers.dropout import Dropout, TokenIds
 from megatron_hetero.models.layers.linear import add_product, gradient_of_weight, product
@@ -139,7 +138,7 @@ class ExpertsLowRank(torch.nn.Module):
         self.B = torch.nn.Parameter(torch.empty(experts * outputs, r, **options))
 
 
-class _Low(torch.autograd.Function):
+class _Low(Function):
     """Autograd function of the product with A."""
 
     @staticmethod
@@ -149,14 +148,13 @@ class _Low(torch.autograd.Function):
         return product(x, a.t())
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, a = ctx.saved_tensors
         grad_x = product(grad, a) if ctx.needs_input_grad[0] else None
         return grad_x, gradient_of_weight(ctx.parameter, grad.flatten(0, -2).t(), x.flatten(0, -2))
 
 
-class _Added(torch.autograd.Function):
+class _Added(Function):
     """Autograd function that adds the product with B in place. The small matrix of `_spread` is recomputed."""
 
     @staticmethod
@@ -168,7 +166,6 @@ class _Added(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (low, b), shape = ctx.saved_tensors, ctx.shape
         grad_low = product(grad, _spread(b, shape))

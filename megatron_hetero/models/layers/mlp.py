@@ -14,9 +14,8 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megatron_hetero.groups.platform import compiles_for
+from megatron_hetero.groups.platform import Function, compiles_for
 from megatron_hetero.hf.weight_map import (
     ALIGNMENT,
     Share,
@@ -230,14 +229,13 @@ def swiglu_backward_in_place(grad: Tensor, wide: Tensor) -> Tensor:
     return grad_wide
 
 
-class _SwiGLU(torch.autograd.Function):
+class _SwiGLU(Function):
     @staticmethod
     def forward(ctx: Any, wide: Tensor, weights: Tensor | None) -> Tensor:
         ctx.save_for_backward(wide, weights)
         return _passes(wide)[0](wide, weights) if compiles_for(wide) else swiglu_forward(wide)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         wide, weights = ctx.saved_tensors
         if compiles_for(wide):

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megatron_hetero.groups.platform import Function
 from megatron_hetero.hf.weight_map import Share, TensorShapes, WeightMap, whole
 from megatron_hetero.models.layers.compiled import NormWeights, gain_of, normed
 from megatron_hetero.models.layers.parts import Part, Site, kinds
@@ -76,7 +76,7 @@ class LayerNorm(torch.nn.LayerNorm):
         return normed(input, *NormWeights.of(self)) if self.offset else super().forward(input)
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(Function):
     """Autograd function that computes y = x * s * gain with s = 1 / sqrt(mean(x^2) + eps) and gain = weight + offset,
     rounded once. PyTorch has fused kernels on CUDA only, for inputs in the dtype of the gain; its composite
     implementation saves most intermediate results.
@@ -100,7 +100,6 @@ class _RMSNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, scale = ctx.saved_tensors
         wanted, gain = list(ctx.needs_input_grad[:2]), gain_of(weight, ctx.offset)

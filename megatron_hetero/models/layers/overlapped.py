@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from megatron_hetero.groups.platform import Function
 from megatron_hetero.models.layers.dropout import TokenIds
 from megatron_hetero.models.layers.linear import Later, adds_to_main_grad, gradient_of_weight
 from megatron_hetero.models.layers.low_rank import with_added
@@ -64,7 +64,9 @@ def chunk_sizes(module: Overlapping, tokens: int) -> tuple[int, ...]:
     Long chunks except the last have whole tiles, so that their products need no more tiles than a single product.
     """
     count = min(module.exchange_chunks, max(1, tokens))
-    if count > 1 and tokens >= TILE * count * count:
+    if count == 1:
+        return (tokens,)
+    if tokens >= TILE * count * count:
         long = TILE * round(tokens / count / TILE)
         return *(long,) * (count - 1), tokens - long * (count - 1)
     return tuple(tokens // count + (chunk < tokens % count) for chunk in range(count))
@@ -170,7 +172,7 @@ def second_in_chunks(
     return with_added(layer, out, x, chunks, ids), bias
 
 
-class _GatherAhead(torch.autograd.Function):
+class _GatherAhead(Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, x: Tensor, ahead: Ahead) -> Tensor:
         ctx.save_for_backward(x)
@@ -178,13 +180,12 @@ class _GatherAhead(torch.autograd.Function):
         return out.view_as(out)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.ahead.gather(*ctx.saved_tensors)
         return grad, None, None
 
 
-class _First(torch.autograd.Function):
+class _First(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, chunks: Sequence[int], group: dist.ProcessGroup,
@@ -204,7 +205,6 @@ class _First(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         whole = grad_x = grad_weight = None
@@ -227,7 +227,7 @@ class _First(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
-class _Second(torch.autograd.Function):
+class _Second(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, chunks: Sequence[int], group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
@@ -238,7 +238,6 @@ class _Second(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = None

@@ -22,9 +22,8 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megatron_hetero.groups.platform import compiles_for, on_device
+from megatron_hetero.groups.platform import Function, compiles_for, on_device
 from megatron_hetero.models.layers.compiled import run, turned, turned_back
 
 
@@ -121,14 +120,13 @@ def _chunk_rows(chunks: tuple[int, ...], ranks: int, device: torch.device) -> tu
     return on_device(rows, device), on_device(rows.argsort(), device)
 
 
-class _Reordered(torch.autograd.Function):
+class _Reordered(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Order, into_rows: bool) -> Tensor:
         ctx.order, ctx.into_rows = order, into_rows
         return _place(x, order) if into_rows else x.index_select(0, order.rows)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return grad.index_select(0, ctx.order.rows) if ctx.into_rows else _place(grad, ctx.order), None, None
 
@@ -165,7 +163,7 @@ def rotated_heads(
 def split_heads(mixed: Tensor, tokens: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return views [n, G, heads of a group, D] of the queries, keys and values in a projection, see `rotated_heads`."""
     heads = _token_heads(mixed, tokens, dim)
-    q, k, v = heads.split((heads.shape[2] - 2, 1, 1), dim=2)
+    q, k, v = heads.split_with_sizes((heads.shape[2] - 2, 1, 1), dim=2)
     return q, k, v
 
 
@@ -174,24 +172,60 @@ def _token_heads(mixed: Tensor, tokens: int, dim: int) -> Tensor:
     return heads if tokens == len(mixed) else heads[:tokens]
 
 
-def _turn(x: Tensor, table_2nD: Tensor, out: Tensor, *, along: Tensor | None = None, back: bool = False) -> None:
+def _turn(x: Tensor, table: _Table, out: Tensor, *, along: Tensor | None = None, back: bool = False) -> None:
     """Rotate `x` [n, ..., D] into `out`: halves (a, b) become (a cos - b sin, b cos + a sin). `back`: apply the
     adjoint. `along`: the result of `_along`, if already computed.
     """
-    along = _along(x, table_2nD) if along is None else along
-    width = table_2nD.shape[-1]
+    along = _along(x, table) if along is None else along
+    width = table.cosines.shape[-1]
     if width < x.shape[-1]:
         out[..., width:].copy_(x[..., width:])
         x, out = x[..., :width], out[..., :width]
-    sines = _by_heads(table_2nD[1], x).chunk(2, dim=-1)
-    halves = zip(along.chunk(2, dim=-1), x.chunk(2, dim=-1)[::-1], sines[:: -1 if back else 1], strict=True)
-    for (half, other, sin), to, sign in zip(halves, out.chunk(2, dim=-1), (1, -1) if back else (-1, 1), strict=True):
-        torch.addcmul(half, other, sin, value=sign, out=to)
+    (along_a, along_b), (a, b), (out_a, out_b) = along.chunk(2, dim=-1), x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    sine_a, sine_b, sign = (table.sine_b, table.sine_a, 1) if back else (table.sine_a, table.sine_b, -1)
+    torch.addcmul(along_a, b, sine_a, value=sign, out=out_a)
+    torch.addcmul(along_b, a, sine_b, value=-sign, out=out_b)
 
 
-def _along(x: Tensor, table_2nD: Tensor) -> Tensor:
+def _along(x: Tensor, table: _Table) -> Tensor:
     """Return each rotated element of `x` times its cosine, in fp32."""
-    return x[..., : table_2nD.shape[-1]] * _by_heads(table_2nD[0], x)
+    width = table.cosines.shape[-1]
+    return (x if width == x.shape[-1] else x[..., :width]) * table.cosines
+
+
+class _Table(NamedTuple):
+    """Views of the cosines, and of both halves of the sines, that broadcast over the heads of a tensor [n, ..., D]."""
+
+    cosines: Tensor
+    sine_a: Tensor
+    sine_b: Tensor
+
+    @classmethod
+    def of(cls, table_2nD: Tensor, dims: int) -> Self:
+        """Return the views for tensors of `dims` dims. All layers share them: they are stored with the table."""
+        views = _stored_views(table_2nD)
+        if dims not in views:
+            _, tokens, width = table_2nD.shape
+            cosines, sines = table_2nD.data.view(2, tokens, *[1] * (dims - 2), width).unbind()
+            views[dims] = cls(cosines, *sines.chunk(2, dim=-1))
+        return views[dims]
+
+
+def unbound(table_2nD: Tensor) -> tuple[Tensor, ...]:
+    """Return the cosines and the sines [n, D], always the same views of the same table."""
+    views = _stored_views(table_2nD)
+    if "unbound" not in views:
+        views["unbound"] = tuple(table_2nD.data.unbind())
+    return views["unbound"]
+
+
+def _stored_views(table_2nD: Any) -> dict[Any, Any]:
+    """Return the views of the table that are stored with it. They must be views of its `data`: views of the table
+    itself would keep it alive, in a cycle that Python's garbage collector cannot see.
+    """
+    if not hasattr(table_2nD, "stored_views"):
+        table_2nD.stored_views = {}
+    return table_2nD.stored_views
 
 
 def _in_one_pass(x: Tensor, table_2nD: Tensor) -> bool:
@@ -199,32 +233,26 @@ def _in_one_pass(x: Tensor, table_2nD: Tensor) -> bool:
     return compiles_for(x) and table_2nD.shape[1] > 1
 
 
-def _by_heads(table_nD: Tensor, x: Tensor) -> Tensor:
-    """View cosines or sines so that they broadcast over the heads of `x` [n, ..., D]."""
-    return table_nD.view(len(x), *[1] * (x.dim() - 2), table_nD.shape[-1])
-
-
-class _Rotate(torch.autograd.Function):
+class _Rotate(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, table_2nD: Tensor) -> Tensor:
         ctx.save_for_backward(table_2nD)
         return _rotated(x, table_2nD, back=False)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return _rotated(grad, *ctx.saved_tensors, back=True), None
 
 
 def _rotated(x: Tensor, table_2nD: Tensor, *, back: bool) -> Tensor:
     if _in_one_pass(x, table_2nD):
-        return run(turned_back if back else turned, x, *table_2nD.unbind())
+        return run(turned_back if back else turned, x, *unbound(table_2nD))
     out = torch.empty_like(x)
-    _turn(x, table_2nD, out, back=back)
+    _turn(x, _Table.of(table_2nD, x.dim()), out, back=back)
     return out
 
 
-class _RotatedHeads(torch.autograd.Function):
+class _RotatedHeads(Function):
     """Autograd function of `rotated_heads`. No output is a view of the projection, which would stay in memory."""
 
     @staticmethod
@@ -234,13 +262,12 @@ class _RotatedHeads(torch.autograd.Function):
         ctx.save_for_backward(table_2nD)
         ctx.shape, ctx.dim, ctx.order = mixed.shape, dim, order
         if _in_one_pass(mixed, table_2nD):
-            out = run(heads_turned, mixed, *table_2nD.unbind(), dim, None if order is None else order.rows)
+            out = run(heads_turned, mixed, *unbound(table_2nD), dim, None if order is None else order.rows)
         else:
             out = _heads_turned_in_passes(mixed, table_2nD, dim)
         return out if members == 1 else tuple(x.unflatten(1, (members, -1)) for x in out)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (table_2nD,) = ctx.saved_tensors
         one_pass = _in_one_pass(grads[0], table_2nD)
@@ -250,19 +277,21 @@ class _RotatedHeads(torch.autograd.Function):
 
 def _heads_turned_in_passes(mixed: Tensor, table_2nD: Tensor, dim: int) -> tuple[Tensor, ...]:
     heads = _token_heads(mixed, table_2nD.shape[1], dim)
+    tokens, groups, width, _ = heads.shape
     # Queries and keys are adjacent, so one product with the cosines computes both.
-    sizes = (heads.shape[2] - 2, 1)
-    alongs = _along(heads[:, :, :-1], table_2nD).split(sizes, dim=2)
-    outs = tuple(heads.new_empty(*heads.shape[:2], size, dim) for size in sizes)
-    for x, along, out in zip(heads[:, :, :-1].split(sizes, dim=2), alongs, outs, strict=True):
-        _turn(x, table_2nD, out, along=along)
-    return *(out.flatten(1, 2) for out in outs), heads[:, :, -1].contiguous()
+    both, table, sizes = heads.narrow(2, 0, width - 1), _Table.of(table_2nD, 4), (width - 2, 1)
+    alongs = _along(both, table).split_with_sizes(sizes, dim=2)
+    # Allocated in their final shapes: autograd copies outputs that are views into new tensors.
+    outs = tuple(heads.new_empty(tokens, groups * size, dim) for size in sizes)
+    for x, along, out, size in zip(both.split_with_sizes(sizes, dim=2), alongs, outs, sizes, strict=True):
+        _turn(x, table, out.view(tokens, groups, size, dim), along=along)
+    return *outs, heads.select(2, width - 1).contiguous()
 
 
 def _heads_turned_back(ctx: Any, table_2nD: Tensor, grads: Sequence[Tensor]) -> Tensor:
     # If tokens are in order, pass an empty tensor of the projection's length, which uses no memory.
     tokens = grads[0].new_empty(ctx.shape[0], 0) if ctx.order is None else ctx.order.tokens
-    return run(heads_turned_back, *grads, *table_2nD.unbind(), tokens).view(ctx.shape)
+    return run(heads_turned_back, *grads, *unbound(table_2nD), tokens).view(ctx.shape)
 
 
 def _heads_turned_back_in_passes(ctx: Any, table_2nD: Tensor, grads: Sequence[Tensor]) -> Tensor:
@@ -271,8 +300,8 @@ def _heads_turned_back_in_passes(ctx: Any, table_2nD: Tensor, grads: Sequence[Te
         grad_mixed[tokens:].zero_()
     places = split_heads(grad_mixed, tokens, ctx.dim)
     (grad_q, q), (grad_k, k), (grad_v, v) = map(_same_shape, grads, places)
-    _turn(grad_q, table_2nD, q, back=True)
-    _turn(grad_k, table_2nD, k, back=True)
+    _turn(grad_q, _Table.of(table_2nD, q.dim()), q, back=True)
+    _turn(grad_k, _Table.of(table_2nD, k.dim()), k, back=True)
     v.copy_(grad_v)
     return grad_mixed
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megatron_hetero.groups.platform import compiles_for
+from megatron_hetero.groups.platform import Function, compiles_for
 from megatron_hetero.models.layers.compiled import run
 from megatron_hetero.models.layers.sequences import Sequences
 
@@ -31,7 +30,7 @@ def convolved(x_nc: Tensor, weight_ct: Tensor, sequences: Sequences) -> Tensor:
     return _Convolved.apply(x_nc, weight_ct, sequences)  # pyright: ignore[reportReturnType]
 
 
-class _Convolved(torch.autograd.Function):
+class _Convolved(Function):
     @staticmethod
     def forward(ctx: Any, x_nc: Tensor, weight_ct: Tensor, sequences: Sequences) -> Tensor:
         ctx.save_for_backward(x_nc, weight_ct)
@@ -45,7 +44,6 @@ class _Convolved(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_nc, weight_ct = ctx.saved_tensors
         if x_nc.device.type != "cpu":
