@@ -40,6 +40,11 @@ ROWS = [
     Row("sp:2,dp:2,ep:2", recompute=Recompute("selective")),
     Row("dp:4,ep:4", dtype=torch.float64),
     Row("dp:4,ep:4", experts=4, top_k=4),
+    Row("dp:4,ep:4", idle=True, recompute=Recompute("experts")),
+    Row("dp:4,ep:1", recompute=Recompute("experts")),
+    Row("tp:2,dp:2,ep:4", experts=7, top_k=3, shared=True, split=False, recompute=Recompute("experts")),
+    Row("tp:4,ep:4", shared=True, recompute=Recompute("experts")),
+    Row("dp:4,ep:4", experts=5, top_k=1, recompute=Recompute("experts", chunk=2)),
 ]
 
 
@@ -85,7 +90,7 @@ def test_experts_with_no_rows_or_one(
     rows, factors = (tensor.detach().to(**options).requires_grad_() for tensor in (x, weights))
     loops = mock.patch.object(layer, "is_grouped", return_value=False)
     with contextlib.nullcontext() if one_kernel else loops:
-        out = module(rows, factors, Dispatch.of(chosen.to(device)[:, None], 4, SilentGroup(1)))
+        out, _ = module.of_pairs(rows, factors, Dispatch.of(chosen.to(device)[:, None], 4, SilentGroup(1)))
         out.backward(cotangent.detach().to(**options))
     found = (out, rows.grad, factors.grad, module.first.grad, module.second.grad)
     for one, other in zip(found, (expected, *of_expected), strict=True):
@@ -125,7 +130,7 @@ def chunked(chunk: int, dtype: torch.dtype, top_k: int = 2) -> dict[str, Tensor]
         parameter.data.copy_(drawn(*parameter.shape) / 8)
     dispatch = Dispatch.of(drawn(1024, 4).float().topk(top_k).indices, 4, SilentGroup(1))
     x, weights, cotangent = drawn(1024, 64), drawn(1024 * top_k), drawn(1024 * top_k, 64)
-    out = module(x.requires_grad_(), weights.requires_grad_(), dispatch)
+    out, _ = module.of_pairs(x.requires_grad_(), weights.requires_grad_(), dispatch)
     out.backward(cotangent)
     gradients = {name: p.grad for name, p in (("x", x), ("weights", weights), *module.named_parameters())}
     return {"out": out.detach()} | {name: grad for name, grad in gradients.items() if grad is not None}
