@@ -112,6 +112,19 @@ def test_saved_bytes_are_those_of_rows_and_hidden_activations(make_moe: MakeMoe)
     assert busy.saved - even.saved == pytest.approx(growth, rel=0.1)
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("text", ["dp:8,ep:8", "dp:8,ep:2", "tp:4,dp:2,ep:8"])
+def test_exchanges_beside_other_work_take_no_more_memory(text: str, recompute: str, make_moe: MakeMoe) -> None:
+    """Than the backward pass of the experts' first product without exchanges: its input, the gradients of input and
+    weight, and those of hidden states.
+    """
+    plan, ranks = make_moe(8, text), int(text[-1])
+    for imbalance in (1.0, 1.5):
+        pairs = 8 * 4096 * imbalance / plan.job.text.layout.tp
+        most = 2 * (2 * pairs * 2048 + 128 // ranks * 2 * 768 * 2048 + 3 * 4096 * 2048)
+        assert measured(plan, imbalance=imbalance, recompute=recompute).backward <= most
+
+
 def test_experts_that_are_recomputed_save_no_gate_and_up(make_moe: MakeMoe) -> None:
     plan = make_moe(8, "dp:8,ep:8")
     for imbalance in (1.0, 1.5):

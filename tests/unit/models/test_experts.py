@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_hetero.groups.local_group import SilentGroup
 from megatron_hetero.models.layers import experts as layer
 from megatron_hetero.models.layers import grouped
-from megatron_hetero.models.layers.dispatch import Dispatch, Sizes, block
+from megatron_hetero.models.layers.dispatch import Dispatch, RowExchange, Sizes, block
 from megatron_hetero.models.layers.experts import ExpertMLP, _Experts, chunks
 from megatron_hetero.models.layers.recompute import Recompute
 from tests.support.expert_blocks import EMPTY, Row, _apart, differences
@@ -165,6 +166,53 @@ def test_chunks_count_tokens() -> None:
         assert not cut.called
         chunked(1023, torch.float32)
         cut.assert_called_once_with(mock.ANY, 2046)
+
+
+AHEAD = ["send", "inner", "wait", "product", "send", "send", "product", "wait", "wait"]
+BACKWARD = {
+    "none": AHEAD,
+    "experts": AHEAD,
+    "none, and large activations": ["send", "wait", "inner", "product", "send", "send", "product", "wait", "wait"],
+    # Both gradients at once, and nothing ahead.
+    "chunks": ["send", "wait", *["inner", "product", "product"] * 3, "send", "send", "wait", "wait"],
+}
+
+
+@pytest.mark.parametrize("how", BACKWARD)
+def test_what_runs_beside_exchanges(how: str) -> None:
+    """Results are sent back beside what the program computes there, and in the backward pass: the gradients of results
+    beside hidden activations, those of weights and rows beside the gradient of the first weight.
+    """
+    events, real = list[str](), RowExchange.run
+
+    class Noted(SimpleNamespace):
+        def wait(self) -> None:
+            events.append("wait")
+
+    def run(exchange: RowExchange, x: Tensor) -> tuple[Tensor, Any]:
+        events.append("send")
+        return real(exchange, x)[0], Noted()
+
+    def noting(name: str, function: Any) -> Any:
+        return lambda *given: (events.append(name), function(*given))[1]
+
+    recompute = Recompute("experts" if how == "experts" else "none", chunk=255 * (how == "chunks"))
+    site: Any = SimpleNamespace(recompute=recompute, compile_layers=False)
+    part = ExpertMLP(64, 128 if "large" in how else 16, 4, 4, "mlp.")
+    module = _Experts(part, 2, site, {"dtype": torch.bfloat16, "device": "meta"})
+    tokens, weights = (torch.empty(256, n, dtype=torch.bfloat16, device="meta") for n in (64, 4))
+    dispatch = Dispatch.of(torch.empty(256, 4, dtype=torch.int64, device="meta"), 4, SilentGroup(2))
+    with (
+        mock.patch.object(RowExchange, "run", run),
+        mock.patch.object(grouped, "outer_products", noting("product", grouped.outer_products)),
+        mock.patch.object(_Experts, "_inner", noting("inner", _Experts._inner)),
+    ):
+        out = module(tokens.requires_grad_(), weights.requires_grad_(), dispatch, partial(events.append, "beside"))
+        inner = ["inner"] * (1 + 2 * (how == "chunks"))
+        assert events == ["send", "send", "wait", "wait", *inner, "send", "beside", "wait"]
+        events.clear()
+        out.backward(torch.empty_like(out))
+    assert events == BACKWARD[how]
 
 
 @pytest.mark.parametrize(

@@ -369,7 +369,8 @@ def test_frozen_experts_compute_no_gradients_of_weights_and_save_no_inputs(chunk
             out.sum().backward()
         calls = [call.args[3].shape[1:] for call in outer.call_args_list]
         assert calls and all(8 in shape for shape in calls), "of A and B alone"
-        found = sorted(saved_by(lambda m=module, r=rows, w=weights, d=dispatch: m.of_pairs(r * 1, w * 1, d)[0]).values())
+        run = module.of_pairs
+        found = sorted(saved_by(lambda run=run, r=rows, w=weights, d=dispatch: run(r * 1, w * 1, d)[0]).values())
         wide = [] if chunk else [40 * 48, *[40 * 8] * (low // 8)]
         assert found == sorted(4 * each for each in (40 * 24, 40, *wide))
 
