@@ -20,6 +20,18 @@ picture, which the published table does not state.
 """
 RECOMPUTED = ((), ("vision",), ("text",), ("vision", "text"))
 """Modules of which all layers are recomputed: the first that leaves enough memory is taken."""
+RECOMPUTED_OF_EXPERTS = (
+    (),
+    ("vision selective",),
+    ("text selective",),
+    ("vision",),
+    ("vision selective", "text selective"),
+    ("text experts",),
+    ("vision selective", "text experts"),
+    ("vision", "text experts"),
+    *RECOMPUTED[2:],
+)
+"""Likewise of models with experts, with the level where it is not `full`: by the time that they take."""
 LIMITS = "--data.max_seq_length 131072 --data.max_pixels 13000000"
 LEFT = 0.08
 """Share of a device's memory that is left for CUDA's context and fragmentation."""
@@ -123,7 +135,9 @@ FAMILIES = {"30b_a3b": "qwen3_vl", "9b": "qwen3_5"}
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a model; its micro-batches are alike, so that one of them is run. `recomputed`: modules."""
+    """A step of a model; its micro-batches are alike, so that one of them is run. `recomputed`: modules, each with the
+    level where it is not `full`.
+    """
 
     model: str
     layouts: Layouts
@@ -149,7 +163,8 @@ class Step:
         samples += f" --train.micro_batch_size {self.samples}"
         side = self.picture.side // 14 * (16 if self.model in FAMILIES else 14)
         sizes = f"--plan.image_side {side} --plan.tokens {self.picture.tokens}"
-        again = " ".join(f"--{module}-recompute full" for module in self.recomputed)
+        levels = (f"{each} full".split()[:2] for each in self.recomputed)
+        again = " ".join(f"--{module}-recompute {level}" for module, level in levels)
         more = f"{sizes} {samples} {LIMITS} {STATES[self.model]} {self.layouts.more} {again}"
         family = FAMILIES.get(self.model, Case.family)
         layouts = self.layouts
@@ -192,6 +207,7 @@ def steps(usable: float, models: Iterable[str] = LAYOUTS, sides: Collection[int]
         of_model = PICTURES[:1] if FAMILIES.get(model) == "qwen3_5" else PICTURES
         for picture in (picture for picture in of_model if not sides or picture.side in sides):
             for each in [*LAYOUTS[model], *overlapped(model, picture)]:
-                tried = [Step(model, each, picture, modules) for modules in RECOMPUTED]
+                choices = RECOMPUTED_OF_EXPERTS if model.endswith("a3b") else RECOMPUTED
+                tried = [Step(model, each, picture, modules) for modules in choices]
                 found.append(next((s for s in tried if s.planned_bytes <= (1 - LEFT) * usable), tried[-1]))
     return found

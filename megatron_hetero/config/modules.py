@@ -51,10 +51,10 @@ class ModuleConfig(Section):
         "ZeRO stage: what dp, sp and cp ranks shard. 1: AdamW's states; 2: also gradients; 3: also weights, gathered "
         "layer by layer (FSDP2).",
     )
-    recompute: Literal["none", "selective", "full"] | int = option(
+    recompute: Literal["none", "selective", "experts", "full"] | int = option(
         "none",
-        "Activation recomputation: selective (no matrix product), full (all layers), or the number of layers "
-        "to recompute at the start of each pipeline stage.",
+        "Activation recomputation: selective (no matrix product), experts (also their first matrix product), full "
+        "(all layers), or the number of layers to recompute at the start of each pipeline stage.",
         at_least=1,
     )
     chunk: int = option(

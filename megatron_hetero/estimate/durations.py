@@ -3,8 +3,9 @@
 A forward pass takes the operations of its matrix products and attention. A backward pass takes the operations of the
 gradients of inputs and of weights that are computed, and repeats the forward pass of fully recomputed layers and of
 encoders that take several calls for a micro-batch. Selective recomputation repeats no matrix product and costs nothing;
-chunked MLPs recompute their first product. Experts take the time of the rank whose experts get the most tokens. Where
-activations are copied to the host, work takes at least the time of the concurrent copies.
+chunked MLPs, and experts with the level `experts`, recompute their first product. Experts take the time of the rank
+whose experts get the most tokens. Where activations are copied to the host, work takes at least the time of the
+concurrent copies.
 """
 
 from __future__ import annotations
@@ -50,8 +51,13 @@ def module_durations(
         again = forward * recompute.whole_layers(len(stage.layers)) / len(stage.layers)
         if passes.linear > 1:
             mlps = (layer.mlp for layer in layers)
-            chunked = (mlp for mlp in mlps if recompute.chunks(math.ceil(_mlp_tokens(mlp, local_tokens, layout))))
-            again += local_tokens * sum(mlp.first_product for mlp in chunked) / layout.ways("weights")
+            chunked = [mlp for mlp in mlps if recompute.chunks(math.ceil(_mlp_tokens(mlp, local_tokens, layout)))]
+            products = sum(mlp.first_product for mlp in chunked)
+            if recompute.experts:
+                # What other ranks than the busiest repeat is shorter.
+                most = job.config.plan.expert_imbalance if ranks_of_experts(layout) > 1 else 1.0
+                products += most * sum(mlp.first_of_experts for mlp in expert_mlps(layers) if mlp not in chunked)
+            again += local_tokens * products / layout.ways("weights")
         if several_calls:
             again += forward
         copies = COPIED * host_bytes[number]

@@ -14,11 +14,11 @@ from megatron_hetero.models.layers.dispatch import Sizes, block
 from megatron_hetero.models.layers.experts import ExpertMLP
 from megatron_hetero.models.layers.layer import Layer
 
-FORWARD, BACKWARD = 5, 3
-"""Number of all-to-alls of a layer, forward (sizes, choices, weights, rows, results) and backward (gradients of
-results, rows and weights)."""
-_SIZE, _CHOICE = 8, 4
-"""Bytes of a transferred count of rows or pairs, and of the transferred index of a chosen expert."""
+FORWARD, BACKWARD, AGAIN = 4, 3, 2
+"""Number of all-to-alls of a layer: forward (sizes, choices with weights, rows, results), backward (gradients of
+results, weights and rows), and in a recomputation (rows, results)."""
+_SIZE = 8
+"""Bytes of a transferred count of rows or pairs."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,11 @@ def expert_traffic(assumed: AssumedBatch, coordinate: int) -> ExpertTraffic | No
     passes = 1 + job.schedule.module[TEXT].backward
     mlp = sparse[0]
     rows = sum(Sizes.expected(tokens, mlp.top_k, ranks, 1.0).received[1:])
-    row_bytes = rows * (2 * mlp.hidden + mlp.top_k) * job.dtype.itemsize
-    choice_bytes = rows * mlp.top_k * _CHOICE + (ranks - 1) * 2 * _SIZE
-    received = len(sparse) * (row_bytes * passes + choice_bytes) + recomputed * row_bytes
-    exchanges = len(sparse) * (FORWARD + BACKWARD * (passes - 1)) + recomputed * BACKWARD
+    row_bytes, weight_bytes = (rows * each * job.dtype.itemsize for each in (2 * mlp.hidden, mlp.top_k))
+    # A chosen expert has as many bytes as its weight.
+    of_choices = weight_bytes + (ranks - 1) * 2 * _SIZE
+    received = len(sparse) * ((row_bytes + weight_bytes) * passes + of_choices) + recomputed * row_bytes
+    exchanges = len(sparse) * (FORWARD + BACKWARD * (passes - 1)) + recomputed * AGAIN
     times = job.batch.micro_batches
     return ExpertTraffic(
         rows=rows,

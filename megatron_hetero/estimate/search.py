@@ -24,7 +24,7 @@ from megatron_hetero.config.schema import Config
 from megatron_hetero.estimate.allowance import NODE
 from megatron_hetero.estimate.estimate import Estimate
 from megatron_hetero.estimate.experts import expert_mlps, ranks_of_experts, with_experts_over
-from megatron_hetero.layout.axes import Fold
+from megatron_hetero.layout.axes import EXPERTS, Fold
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.names import TEXT
 
@@ -134,11 +134,13 @@ def rows_alone(estimate: Estimate) -> Iterator[Change]:
 
 
 def recomputed_layers(estimate: Estimate) -> Iterator[Change]:
-    """Yield changes that recompute a module's layers, selectively or fully."""
+    """Yield changes that recompute a module's layers, selectively, with experts, or fully."""
     for name in estimate.job.layouts:
         mode = estimate.job.modules[name].settings.recompute
         if mode == "none":
             yield Change({f"modules.{name}.recompute": "selective"}, SELECTED)
+        if mode in ("none", "selective") and EXPERTS in estimate.job.layouts[name].views:
+            yield Change({f"modules.{name}.recompute": "experts"}, SELECTED)
         if mode != "full":
             yield Change({f"modules.{name}.recompute": "full"})
 

@@ -13,6 +13,7 @@ from megatron_hetero.config.modules import ModuleConfig
 from megatron_hetero.config.optimizers import OPTIMIZERS, OptimizerConfig, OptimizerKind
 from megatron_hetero.config.schema import Config
 from megatron_hetero.hf.weight_map import MAIN, Share, WeightMap
+from megatron_hetero.layout.axes import EXPERTS
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.names import TEXT, Role
 from megatron_hetero.layout.pipeline import PipelineStage, cut_stages
@@ -221,6 +222,9 @@ class ModuleJob:
             found = f"the first {settings.recompute} layers of each pipeline stage"
             fix = "use `full` to recompute all layers"
             raise self._wrong("recompute", found, f"at most {maximum}", "no stage has more", fix)
+        if self.recompute.experts and EXPERTS not in layout.views:
+            fix = "use `selective`, which recomputes the same of other layers"
+            raise self._wrong("recompute", "experts", "another value", f"{self.name} has no experts", fix)
         if settings.zero > 1 and all(layout.ways("tokens", "samples", view=view) == 1 for view in layout.every_view):
             because = "no two of its ranks hold the same weights: dp, sp and cp are 1"
             fix = "remove it, or give the module dp, sp or cp"

@@ -166,6 +166,7 @@ CASES = (
     few("7b", "sp:8", "tp:4,dp:2", 8, 0, f"{RECOMPUTED} {OFFLOADED}", packages=("cudnn dense",)),
     few("8b", "sp:8", "tp:4,dp:2", 8, 0, f"{SELECTIVE} {PACKED}", "qwen3_vl", packages=("cudnn ragged",)),
     few("32b", "sp:8", "sp:8", 8, 0, f"{SELECTIVE} {PACKED}", packages=("cudnn dense",)),
+    sparse("sp:8", "tp:1,dp:8,ep:8", 8, 3, f"{EVEN} --text-recompute experts --train.global_batch_size 8"),
 )
 IN_OTHERS = 0, 1, 2, 7, 19, 25, 27, 30, 31, 32
 """Shallow ones of which others have everything beside something else."""

@@ -182,6 +182,8 @@ CASES = [
     Case("dp:4", "pp:2,dp:2,ep:2", 4, f"{BF16} {EVEN} --text-recompute 1 {OFFLOAD}", family=MOE),
     Case("dp:2", "dp:2,ep:2", 2, f"{BF16} {EVEN} {SELECTIVE} --text-chunk 16", family=MOE),
     Case("dp:4", "tp:2,dp:2,ep:2", 4, f"{BF16} {EVEN} {ZERO3}", family=MOE),
+    Case("dp:2", "dp:2,ep:2", 2, f"{BF16} {EVEN} --text-recompute experts", family=MOE),
+    Case("dp:4", "tp:2,dp:2,ep:2", 4, f"{EVEN} --text-recompute experts {OFFLOAD}", family=MOE),
     Case("dp:4", "tp:2,dp:2", 4, f"{EVEN} --text-zero 2", family=MOE),
     # Delta nets, whose heads are on more or on fewer ranks than tokens.
     Case("dp:1", "dp:1", 1, LONG, family=DELTA),
@@ -390,7 +392,7 @@ class _LiveActivations:
         self.shared = [each for part in parts for group in fsdp_groups(part) for each in group.fsdp_params]
         self.hooks = saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
         self.copying = mock.patch.object(activations, "SavedStorage", partial(_CountedCopy, self))
-        self.moves = list[ref[Tensor]]()
+        self.moves = list[ref[Dispatch]]()
         self.dispatching = mock.patch.object(Dispatch, "of", partial(self._dispatch, Dispatch.of))
         trainer.runner.watch = _Sampler(trainer.topology.platform, self)
         self.executing = mock.patch("megatron_hetero.step.runner.StepExecution", self._execute)
@@ -414,7 +416,7 @@ class _LiveActivations:
 
     def _dispatch(self, of: Callable[..., Dispatch], *args: Any) -> Dispatch:
         found = of(*args)
-        self.moves += [ref(x) for x in tree_leaves(vars(found)) if isinstance(x, Tensor)]
+        self.moves.append(ref(found))
         return found
 
     def _gathered(self) -> Iterator[Tensor]:
@@ -440,7 +442,8 @@ class _LiveActivations:
         self.peak = max(self.peak, extra + sum(size for _, size in self.saved.values()))
 
     def _held(self) -> Iterator[Tensor]:
-        yield from (moved for each in self.moves if (moved := each()) is not None)
+        dispatches = (found for each in self.moves if (found := each()) is not None)
+        yield from (x for found in dispatches for x in tree_leaves(vars(found)) if isinstance(x, Tensor))
         live = [] if self.execution is None else self.execution.live.values()
         for activation in chain.from_iterable(micro_batch.stages.values() for micro_batch in live):
             yield from (t for t in (activation.hidden, activation.embedded) if t is not None)

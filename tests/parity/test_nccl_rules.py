@@ -129,6 +129,8 @@ WITH_EXPERTS = [
     Case("sp:4", "dp:4,ep:4", 4, "moe", flags=("--schedule.waves", "2", *RECOMPUTE, *BALANCED)),
     Case("sp:4", "pp:2,dp:2,ep:2", 4, "moe", flags=(*SPLIT, *BALANCED)),
     Case("dp:1@0", "tp:2,dp:2,ep:4@1-4", 5, "moe", flags=("--text-zero", "3", "--schedule.run_ahead", "1")),
+    Case("sp:4", "dp:4,ep:4", 4, "moe", flags=("--text-recompute", "experts", *BALANCED)),
+    Case("dp:4", "tp:2,dp:2,ep:4", 4, "moe", flags=("--text-recompute", "experts", *zero(3, 3))),
 ]
 
 

@@ -39,6 +39,7 @@ from tests.support.oracle import Oracle
 from tests.support.pool import Pools
 
 BALANCED = (BALANCE, "0.05")
+EXPERTS = ("--text-recompute", "experts")
 OFFLOADED = ("--text-offload.activations", "true")
 
 
@@ -73,6 +74,8 @@ CASES = [
     Case("sp:4", "dp:4,ep:4", 4, model="moe", flags=BALANCED, given_batch=4, pictures=(0,)),
     Case("dp:4", "dp:4,ep:4", 4, model="moe", flags=(*IN_ORDER, *BALANCED), micro=2),
     Case("dp:2", "tp:2,ep:2", 2, model="moe", flags=("--text-recompute", "1", *BALANCED)),
+    Case("sp:4", "dp:4,ep:4", 4, model="moe", flags=(*EXPERTS, *BALANCED), micro=2),
+    Case("dp:4", "tp:2,dp:2,ep:2", 4, model="moe-eight", flags=(*EXPERTS, *zero(3, 3))),
     Case("sp:2,dp:2", "dp:4,ep:4", 4, model="moe", flags=(*BUDGET, *OFFLOADED, *BALANCED)),
     Case("dp:4", "cp:2,dp:2,ep:4", 4, model="moe-eight", flags=(*BUDGET, "--text-chunk", "7", *BALANCED)),
 ]

@@ -10,6 +10,11 @@ has some of its experts; it is sent once, even if the rank has several of its ex
 exchange. Rows arrive in the order of ranks: if ranks have consecutive tokens, an expert sees them in the same order as
 in a single process.
 
+An exchange of rows is started and finished by two autograd functions, in both passes. What the program does between
+them runs beside the exchange: the sort by expert beside the rows, a shared MLP beside the results. In the backward pass
+so do the recomputation of hidden activations, and the gradient of the experts' first weight (`Crossing.beside`). The
+order in which exchanges are issued is that of the program and its reverse, whatever the data are.
+
 With ep ranks and k experts per token, uniform routing sends ep (1 - (1 - 1/ep)^k) rows per token, of which one in ep
 stays on its rank: never more than an all-gather, which sends each token to every rank.
 
@@ -22,6 +27,7 @@ Shapes: `tokens` are local tokens without padding, `k` experts per token, `width
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -37,6 +43,10 @@ from megatron_hetero.groups.platform import Function
 def block(experts: int, rank: int, ranks: int) -> tuple[int, int]:
     """Return the experts [start, stop) of `rank`. The numbers of experts of any two ranks differ by at most one."""
     return experts * rank // ranks, experts * (rank + 1) // ranks
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their size in bytes."""
 
 
 class Copies(NamedTuple):
@@ -98,26 +108,100 @@ class RowExchange:
         """The same exchange in the opposite direction."""
         return RowExchange(self.group, self.received, self.sent)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Send `x` [sent, width] and return the received rows [received, width]."""
-        return _Exchanged.apply(x, self)  # pyright: ignore[reportReturnType]
-
-    def run(self, x: Tensor) -> Tensor:
-        """Send `x` [sent, width] and return the received rows [received, width], without autograd."""
+    def run(self, x: Tensor) -> tuple[Tensor, Any]:
+        """Start to send `x` [sent, width]. Return a tensor for the received rows [received, width], and the work after
+        which it has them.
+        """
         out = x.new_empty(sum(self.received), *x.shape[1:])
-        dist.all_to_all_single(out, x.contiguous(), list(self.received), list(self.sent), group=self.group)
+        splits = list(self.received), list(self.sent)
+        return out, dist.all_to_all_single(out, x, *splits, group=self.group, async_op=True)
+
+
+@dataclass(eq=False)
+class Crossing:
+    """An exchange of rows in the forward pass, and of their gradients in the backward pass, each of which one autograd
+    function starts and another one finishes.
+
+    `beside`: work to do beside the exchange of the backward pass. It may return the gradient of a weight.
+    """
+
+    exchange: RowExchange
+    beside: Callable[[], Tensor | None] = lambda: None
+    # The work, its result, and the tensor that is sent, which must live until the work is done.
+    _flying: tuple[Any, Tensor, Tensor] | None = None
+
+    def start(self, x: Tensor, *, back: bool = False) -> Tensor:
+        """Start to send `x`. Return an empty tensor, which stands for the result in the graph of autograd."""
+        out, work = (self.exchange.back if back else self.exchange).run(x := x.contiguous())
+        self._flying = work, out, x
+        return x.new_empty(0)
+
+    def finish(self) -> Tensor:
+        """Wait for the exchange that was started, and return its result."""
+        assert self._flying is not None, "the exchange has been started"
+        (work, out, _), self._flying = self._flying, None
+        work.wait()
         return out
 
 
-class _Exchanged(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: RowExchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.run(x)
+class Move(NamedTuple):
+    """A local move before or after an exchange: `take`, or `add_up` if `adds`; none without `copies`."""
+
+    copies: Copies | None = None
+    adds: bool = False
+
+    def __call__(self, x: Tensor, *, adjoint: bool = False) -> Tensor:
+        """Move `x`, or its gradient."""
+        return x if self.copies is None else _moved(x, self.copies, self.adds != adjoint)
+
+
+STAY = Move()
+"""No move."""
+
+
+class _Started(Function):
+    """Autograd function that moves rows and starts their exchange. `weight`: a weight whose gradient is computed beside
+    the exchange of the backward pass, if any.
+    """
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.exchange.back.run(grad), None
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, crossing: Crossing, move: Move) -> Tensor:  # noqa: ARG004 (for its gradient)
+        ctx.crossing, ctx.move = crossing, move
+        return crossing.start(move(x))
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        grad_weight = ctx.crossing.beside()
+        return ctx.move(ctx.crossing.finish(), adjoint=True), grad_weight, None, None
+
+
+class _Finished(Function):
+    """Autograd function that finishes the exchange of rows and moves them. `again`: a function of the received rows to
+    call before their gradients are sent, if any; only for it rows are saved.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, crossing: Crossing, move: Move, again: Callable[[Tensor], None] | None) -> Tensor:
+        ctx.crossing, ctx.move, ctx.again = crossing, move, again
+        out = move(crossing.finish())
+        ctx.save_for_backward(out if again is not None else None)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if ctx.again is not None:
+            ctx.again(*ctx.saved_tensors)
+        return ctx.crossing.start(ctx.move(grad, adjoint=True), back=True), None, None, None
+
+
+def start(x: Tensor, crossing: Crossing, move: Move, weight: Tensor | None = None) -> Tensor:
+    """Move `x` and start `crossing`. Return a tensor that stands for the received rows until `finish`."""
+    return _Started.apply(x, weight, crossing, move)  # pyright: ignore[reportReturnType]
+
+
+def finish(x: Tensor, crossing: Crossing, move: Move = STAY, again: Callable[[Tensor], None] | None = None) -> Tensor:
+    """Finish `crossing`, whose `start` has returned `x`, and move the received rows. `again`: see `_Finished`."""
+    return _Finished.apply(x, crossing, move, again)  # pyright: ignore[reportReturnType]
 
 
 class Sizes(NamedTuple):
@@ -135,25 +219,48 @@ class Sizes(NamedTuple):
         return cls((to_each,) * ranks, (received,) * ranks, round(tokens * top_k * imbalance))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Dispatch:
     """Dispatch of a rank's tokens in one layer and micro-batch.
 
     Attributes:
         chosen: int64 [tokens, k], the experts of each token.
+        experts: number of experts on all ranks.
+        local: the experts [start, stop) of this rank.
+        pairs_here: number of pairs of this rank's experts.
         rows: the copies of tokens to send, sorted by rank; None if every rank has all experts.
         exchange: the exchange of these rows; None if every rank has all experts.
-        pairs: the copies of received rows, sorted by expert.
-        choice: int64 [pairs], the index of each pair in [received rows, k].
-        ends: int32 [experts of this rank], where the pairs of each expert end.
+        by_expert: `pairs`, `choice` and `ends`, once the experts of received rows are known.
+        weights: [pairs], the routing weights of the first forward pass, once they are known, if they are exchanged.
     """
 
     chosen: Tensor
-    rows: Copies | None
-    exchange: RowExchange | None
-    pairs: Copies
-    choice: Tensor
-    ends: Tensor
+    experts: int
+    local: tuple[int, int]
+    pairs_here: int
+    rows: Copies | None = None
+    exchange: RowExchange | None = None
+    by_expert: tuple[Copies, Tensor, Tensor] | None = None
+    weights: Tensor | None = None
+
+    def _sorted(self) -> tuple[Copies, Tensor, Tensor]:
+        assert self.by_expert is not None, "`finish_weights` comes first"
+        return self.by_expert
+
+    @property
+    def pairs(self) -> Copies:
+        """The copies of received rows, sorted by expert."""
+        return self._sorted()[0]
+
+    @property
+    def choice(self) -> Tensor:
+        """The index of each pair in [received rows, k]: int64 [pairs]."""
+        return self._sorted()[1]
+
+    @property
+    def ends(self) -> Tensor:
+        """Where the pairs of each expert of this rank end: int32 [experts of this rank]."""
+        return self._sorted()[2]
 
     @cached_property
     def host_ends(self) -> tuple[int, ...]:
@@ -173,28 +280,60 @@ class Dispatch:
         ranks = group.size()
         local = block(experts, group.rank(), ranks)
         if ranks == 1:
-            return cls(chosen, None, None, *_by_expert(chosen, local, experts, chosen.numel()))
+            by_expert = _by_expert(chosen, local, experts, chosen.numel())
+            return cls(chosen, experts, local, chosen.numel(), by_expert=by_expert)
         owner = (chosen * ranks + (ranks - 1)) // experts  # The owner is the inverse of `block`.
         to_rank = chosen.new_zeros(len(chosen), ranks, dtype=torch.bool).scatter_(1, owner, True)
         sizes = _sizes(owner, to_rank, group, imbalance)
-        exchange = RowExchange(group, sizes.sent, sizes.received)
         # `contiguous` frees the other column of the result.
         tokens = torch.nonzero_static(to_rank.t(), size=sum(sizes.sent))[:, 1].contiguous()
         rows = Copies.of(tokens, tokens.argsort(stable=True), to_rank.sum(1))
-        received = exchange.run(chosen.int().index_select(0, tokens)).long()
-        return cls(chosen, rows, exchange, *_by_expert(received, local, experts, sizes.pairs))
+        return cls(chosen, experts, local, sizes.pairs, rows, RowExchange(group, sizes.sent, sizes.received))
 
-    def send(self, x: Tensor) -> Tensor:
-        """Send local tokens `x` [tokens, width] and return the received rows [received, width]."""
-        if self.rows is None or self.exchange is None:
-            return x
-        return self.exchange(take(x, self.rows))
+    def start_weights(self, weights: Tensor, crossing: Crossing) -> Tensor:
+        """Start to send chosen experts and routing `weights` [tokens, k] in one exchange, which a recomputation does
+        not repeat. Return a tensor that stands for the weights of pairs until `finish_weights`.
+        """
+        return _WeightsStarted.apply(weights, self, crossing)  # pyright: ignore[reportReturnType]
 
-    def combine(self, x: Tensor) -> Tensor:
-        """Send the results `x` [received, width] back, and return their sum for each local token, [tokens, width]."""
-        if self.rows is None or self.exchange is None:
-            return x
-        return add_up(self.exchange.back(x), self.rows)
+    def finish_weights(self, x: Tensor, crossing: Crossing) -> Tensor:
+        """Finish the exchange of `start_weights`, whose result is `x`. Return the routing weights of pairs, [pairs]."""
+        return _WeightsFinished.apply(x, self, crossing)  # pyright: ignore[reportReturnType]
+
+
+class _WeightsStarted(Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, dispatch: Dispatch, crossing: Crossing) -> Tensor:
+        assert dispatch.rows is not None, "experts are on several ranks"
+        ctx.rows, ctx.crossing = dispatch.rows, crossing
+        if dispatch.weights is not None:
+            return weights.new_empty(0)
+        # Experts travel as the bits of the weights' dtype.
+        experts = dispatch.chosen.to(_INTEGERS[weights.itemsize]).view(weights.dtype)
+        return crossing.start(torch.cat((experts, weights), dim=1).index_select(0, dispatch.rows.rows))
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _moved(ctx.crossing.finish(), ctx.rows, True), None, None
+
+
+class _WeightsFinished(Function):
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, dispatch: Dispatch, crossing: Crossing) -> Tensor:
+        ctx.dispatch, ctx.crossing = dispatch, crossing
+        if dispatch.weights is None:
+            experts, weights = crossing.finish().chunk(2, dim=1)
+            experts = experts.view(_INTEGERS[weights.itemsize]).long()
+            dispatch.by_expert = _by_expert(experts, dispatch.local, dispatch.experts, dispatch.pairs_here)
+            dispatch.weights = weights.reshape(-1).index_select(0, dispatch.choice)
+        return dispatch.weights.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        shape = sum(ctx.crossing.exchange.received), ctx.dispatch.chosen.shape[1]
+        of_rows = grad.new_zeros(shape)
+        of_rows.view(-1).scatter_(0, ctx.dispatch.choice, grad)
+        return ctx.crossing.start(of_rows, back=True), None, None
 
 
 def _sizes(owner: Tensor, to_rank: Tensor, group: dist.ProcessGroup, imbalance: float) -> Sizes:

@@ -5,7 +5,8 @@
 Blocks of experts are divided over the ranks of the view `EXPERTS`. A rank stores whole matrices of its experts and
 multiplies them in one grouped product. If hidden states are replicated over tp, each tp rank routes its share of the
 tokens. Padding is never routed. The routing weight is applied to an expert's hidden activations before its last matrix,
-so that the expert's output need not be saved. Of the experts' inputs, only the received rows are saved.
+so that the expert's output need not be saved. Of the experts' inputs, only the received rows are saved. With the level
+`experts` of recomputation, gate and up are computed again from these rows, beside an exchange.
 
 As in `dispatch`, a *pair* is a token with one of its experts, and a *row* is a token at a rank.
 """
@@ -13,7 +14,7 @@ As in `dispatch`, a *pair* is a token with one of its experts, and a *row* is a 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,12 +27,12 @@ from megatron_hetero.groups.platform import Function
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, TensorSlice, WeightMap, split_length, whole
 from megatron_hetero.layout.axes import EXPERTS
 from megatron_hetero.models.layers.compiled import activated, run
-from megatron_hetero.models.layers.dispatch import Dispatch, add_up, block, take
-from megatron_hetero.models.layers.grouped import Ends, Matrices, grouped_linear, is_grouped
+from megatron_hetero.models.layers.dispatch import Crossing, Dispatch, Move, add_up, block, finish, start, take
+from megatron_hetero.models.layers.grouped import Ends, Later, Matrices, grouped_linear, is_grouped
 from megatron_hetero.models.layers.low_rank import ExpertsLowRank
 from megatron_hetero.models.layers.mlp import MLP, swiglu
 from megatron_hetero.models.layers.parts import LayerCall, MLPPart, Operations, Site, Tokens, named
-from megatron_hetero.models.layers.recompute import not_saving, recompute
+from megatron_hetero.models.layers.recompute import ahead, not_saving, recompute
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,14 @@ class ExpertMLP(MLPPart):
         return () if self.shared is None else self.shared.widths
 
     @property
+    def first_of_experts(self) -> int:
+        """FLOPs per token of the first matrices of the chosen experts."""
+        return 2 * self.top_k * 2 * self.hidden * self.ffn
+
+    @property
     def first_product(self) -> int:
         """FLOPs per token of the first matrices of the chosen experts and of the shared MLP."""
-        return 2 * self.top_k * 2 * self.hidden * self.ffn + (0 if self.shared is None else self.shared.first_product)
+        return self.first_of_experts + (0 if self.shared is None else self.shared.first_product)
 
     def tensors(self) -> TensorShapes:
         """Return the shapes of stored tensors: the router, the matrices of each expert, and the shared MLP."""
@@ -147,10 +153,16 @@ class ExpertMLPModule(torch.nn.Module):
 
     def forward(self, hidden: Tensor, call: LayerCall) -> tuple[Tensor, Tensor | None]:
         """Apply the MLP to `hidden` [S, 1, hidden], or [S / tp, 1, hidden] where activations are split."""
-        out = self._routed(hidden, call)
-        if self.part.shared is not None:
-            shared, _ = self.shared(hidden, call)
-            out = out + shared * F.linear(hidden, self.shared_gate).sigmoid()
+        of_shared = list[Tensor]()
+
+        def beside() -> None:
+            if self.part.shared is not None:
+                shared, _ = self.shared(hidden, call)
+                of_shared.append(shared * F.linear(hidden, self.shared_gate).sigmoid())
+
+        out = self._routed(hidden, call, beside)
+        for shared in of_shared:
+            out = out + shared
         return out, None
 
     def take_loads(self) -> Tensor:
@@ -160,24 +172,24 @@ class ExpertMLPModule(torch.nn.Module):
         loads, self._loads = self._loads, None
         return torch.zeros(self.part.experts, dtype=torch.int64, device=self.router.device) if loads is None else loads
 
-    def _routed(self, hidden: Tensor, call: LayerCall) -> Tensor:
+    def _routed(self, hidden: Tensor, call: LayerCall, beside: Callable[[], None]) -> Tensor:
         if self.splits or self.tp.size() == 1:
-            return self._of_local(hidden, call)
+            return self._of_local(hidden, call, beside)
         padded = F.pad(hidden, (0, 0, 0, 0, 0, -len(hidden) % self.tp.size()))
         local = tensor_parallel.scatter_to_sequence_parallel_region(padded, group=self.tp)
         gather = tensor_parallel.gather_from_sequence_parallel_region
-        out = gather(self._of_local(local, call), tensor_parallel_output_grad=False, group=self.tp)
+        out = gather(self._of_local(local, call, beside), tensor_parallel_output_grad=False, group=self.tp)
         return out[: len(hidden)]
 
-    def _of_local(self, hidden: Tensor, call: LayerCall) -> Tensor:
-        """Apply the experts to this rank's tokens `hidden` [tokens, 1, hidden]; the result is zero for padding."""
+    def _of_local(self, hidden: Tensor, call: LayerCall, beside: Callable[[], None]) -> Tensor:
+        """Apply the experts to this rank's tokens `hidden` [tokens, 1, hidden]; the result is zero for padding.
+        `beside`: a function to call beside the exchange of results.
+        """
         first = len(hidden) * self.tp.rank()
         count = max(0, min(call.tokens - first, len(hidden)))
         tokens = (hidden[:count] if count < len(hidden) else hidden).squeeze(1)  # Slicing would copy the gradient.
         dispatch, weights = self._route(tokens, call, first)
-        rows, weights = dispatch.send(tokens), dispatch.send(weights)
-        weights = weights.flatten().index_select(0, dispatch.choice)
-        out = dispatch.combine(add_up(self.experts(rows, weights, dispatch), dispatch.pairs))
+        out = self.experts(tokens, weights, dispatch, beside)
         padding = len(hidden) - len(out)
         return F.pad(out.unsqueeze(1), (0, 0, 0, 0, 0, padding)) if padding else out.unsqueeze(1)
 
@@ -213,25 +225,76 @@ class _Experts(torch.nn.Module):
     def __init__(self, part: ExpertMLP, experts: int, site: Site, options: dict[str, Any]):
         super().__init__()
         self.experts, self.limit, self.compiled = experts, site.recompute.chunk * part.top_k, site.compile_layers
+        self.again = site.recompute.experts
         self.first = torch.nn.Parameter(torch.empty(experts * 2 * part.padded, part.hidden, **options))
         self.second = torch.nn.Parameter(torch.empty(experts * part.hidden, part.padded, **options))
 
-    def forward(self, rows: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
-        """Apply the experts to the pairs of `rows` [rows, hidden] with routing `weights` [pairs]: [pairs, hidden]."""
-        # Copy rows inside this module, since `not_saving` does not recognise tensors that FSDP2 has passed on.
-        x = recompute(lambda rows: take(rows, dispatch.pairs), rows)
+    def forward(self, tokens: Tensor, weights: Tensor, dispatch: Dispatch, beside: Callable[[], None]) -> Tensor:
+        """Apply the experts to `tokens` [tokens, hidden] with routing `weights` [tokens, k]: [tokens, hidden].
+        `beside`: a function to call beside the exchange of results.
+        """
+        # Exchanges are inside this module, since FSDP2 has its weights only here.
+        if dispatch.rows is None or dispatch.exchange is None:
+            out, _ = self.of_pairs(tokens, weights.flatten().index_select(0, dispatch.choice), dispatch)
+            beside()
+            return add_up(out, dispatch.pairs)
+        of_weights, there = Crossing(dispatch.exchange), Crossing(dispatch.exchange)
+        received = dispatch.start_weights(weights, of_weights)
+        later = self._later(tokens)
+        if later is not None:
+            there.beside = later.gradient
+        rows = start(tokens, there, Move(dispatch.rows), None if later is None else later.weight)
+        weights = dispatch.finish_weights(received, of_weights)
+
+        def take_again(rows: Tensor) -> None:
+            if later is not None:
+                later.x = take(rows, dispatch.pairs)
+
+        rows = finish(rows, there, again=None if later is None or later.saves else take_again)
+        out, compute = self.of_pairs(rows, weights, dispatch, later)
+        back = Crossing(dispatch.exchange.back, compute)
+        out = start(out, back, Move(dispatch.pairs, adds=True))
+        beside()
+        return finish(out, back, Move(dispatch.rows, adds=True))
+
+    def _later(self, tokens: Tensor) -> Later | None:
+        """Return the gradient of the first weight, to be computed beside the exchange of the gradients of rows."""
+        weight, lora, _ = self._matrices("first")[:3]
+        is_later = weight.requires_grad and tokens.requires_grad and lora is None and not self.limit
+        return Later(weight, self.again) if is_later and torch.is_grad_enabled() else None
+
+    def of_pairs(
+        self, rows: Tensor, weights: Tensor, dispatch: Dispatch, later: Later | None = None
+    ) -> tuple[Tensor, Callable[[], None]]:
+        """Apply the experts to the pairs of `rows` [rows, hidden] with routing `weights` [pairs]. Return the results
+        [pairs, hidden], and a function that computes ahead what their backward pass recomputes. `later`: the gradient
+        of the first weight, if it is computed elsewhere.
+        """
         first, second = self._matrices("first"), self._matrices("second")
         widths = (*first.weight.shape[1:], second.weight.shape[2])
-        ends = dispatch.ends if is_grouped(x, *widths) else dispatch.host_ends
-        if 0 < self.limit < len(x):
-            plan = chunks(dispatch.host_ends, self.limit), ends, self._inner, (first.scale, second.scale)
+        ends = dispatch.ends if is_grouped(rows, *widths) else dispatch.host_ends
+        if self.again and not 0 < self.limit < len(dispatch.choice):
+
+            def hidden(rows: Tensor, weights: Tensor) -> Tensor:
+                return self._inner(grouped_linear(take(rows, dispatch.pairs), first, ends, later), weights)
+
+            inner = recompute(hidden, rows, weights)
+        else:
+            # Copy rows inside this module, since `not_saving` does not recognise tensors that FSDP2 has passed on.
+            x = take(rows, dispatch.pairs) if later else recompute(lambda rows: take(rows, dispatch.pairs), rows)
+            if 0 < self.limit < len(x):
+                plan = chunks(dispatch.host_ends, self.limit), ends, self._inner, (first.scale, second.scale)
+                with not_saving(x):
+                    return _Chunked.apply(x, weights, plan, *first[:3], *second[:3]), lambda: None  # pyright: ignore[reportReturnType]
             with not_saving(x):
-                return _Chunked.apply(x, weights, plan, *first[:3], *second[:3])  # pyright: ignore[reportReturnType]
-        with not_saving(x):
-            wide = grouped_linear(x, first, ends)
-        inner = recompute(self._inner, wide, weights)
+                wide = grouped_linear(x, first, ends, later)
+            inner = recompute(self._inner, wide, weights)
         with not_saving(inner):
-            return grouped_linear(inner, second, ends)
+            out = grouped_linear(inner, second, ends)
+        # Hidden activations that are computed ahead live beside received gradients. They must not raise the peak, which
+        # the backward pass of the first product has otherwise, with its input and the gradients of input and weight.
+        fits = self.again or rows.numel() + 2 * inner.numel() <= out.numel() + self.first.numel()
+        return out, ahead(inner) if fits else lambda: None
 
     def _matrices(self, name: str) -> Matrices:
         """Return the parameter `name` as one matrix per expert, with the matrices of its adapter, if any."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-How = Literal["none", "selective", "full"]
+How = Literal["none", "selective", "experts", "full"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Recompute:
 
     how: How | int = "none"
     """What is recomputed: nothing (`none`); operations other than matrix products and communication (`selective`);
-    whole layers (`full`); or, for an integer, this many whole layers at the start of each pipeline stage.
+    these and the first product of experts (`experts`); whole layers (`full`); or, for an integer, this many whole
+    layers at the start of each pipeline stage.
     """
     chunk: int = 0
     """Number of tokens that pass through an MLP at a time, with gate and up recomputed; 0 for all tokens at once."""
@@ -37,7 +38,12 @@ class Recompute:
     @property
     def selective(self) -> bool:
         """Whether cheap results are recomputed in all layers."""
-        return self.how == "selective"
+        return self.how in ("selective", "experts")
+
+    @property
+    def experts(self) -> bool:
+        """Whether hidden activations of experts are recomputed from received rows in all layers."""
+        return self.how == "experts"
 
     def whole_layers(self, layers: int) -> int:
         """Return the number of a stage's first layers that are recomputed as a whole."""
@@ -62,6 +68,19 @@ def recompute(function: Function, *inputs: Tensor) -> Any:
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
         return function(*inputs)
     return _Recomputed.apply(function, *inputs)
+
+
+def ahead(output: Tensor) -> Callable[[], None]:
+    """Return a function for the backward pass that recomputes `output`, a result of `recompute`, before it is needed.
+    For other tensors, the function does nothing.
+    """
+    node: Any = output.grad_fn  # Not the tensor, which need not live until then.
+
+    def compute() -> None:
+        if hasattr(node, "again"):
+            _Recomputed.compute(node)
+
+    return compute
 
 
 def not_saving(*outputs: Tensor) -> contextlib.AbstractContextManager[object]:

@@ -139,11 +139,11 @@ def moved(flags: list[str]) -> Moved:
         found.chosen.append(chosen)
         return of(chosen, *more)
 
-    def count(exchange: RowExchange, x: Tensor) -> Tensor:
-        out = exchanged(exchange, x)
+    def count(exchange: RowExchange, x: Tensor) -> tuple[Tensor, Any]:
+        out, work = exchanged(exchange, x)
         if x.shape[1:] == (CHOICE.hidden,):
             found.rows.append(len(out) - exchange.received[exchange.group.rank()])
-        return out
+        return out, work
 
     with mock.patch.object(Dispatch, "of", note), mock.patch.object(RowExchange, "run", count):
         _, batch, _ = next(iter(run.batches()))

@@ -86,12 +86,13 @@ def test_layers_with_experts_are_measured_in_every_way(text: str, compiled: bool
     ways = {
         "plain": measured(plan, compiled=compiled),
         "selective": measured(plan, compiled=compiled, recompute="selective"),
+        "experts": measured(plan, compiled=compiled, recompute="experts"),
         "chunks": measured(plan, compiled=compiled, chunk=512),
         "copies": measured(plan, compiled=compiled, sequence_parallel=False),
     }
     dense = measured(plan, DENSE, compiled=compiled)
     assert len({found.saved for found in (*ways.values(), dense)}) >= 4 - (plan.job.layouts["text"].tp == 1)
-    assert ways["selective"].saved < ways["plain"].saved <= ways["copies"].saved
+    assert ways["experts"].saved < ways["selective"].saved < ways["plain"].saved <= ways["copies"].saved
     assert all(found.memo > 0 for found in ways.values()) and dense.memo == 0
     even = measured(plan, compiled=compiled, imbalance=1.0)
     assert even.saved < ways["plain"].saved and even.memo < ways["plain"].memo
@@ -109,6 +110,34 @@ def test_saved_bytes_are_those_of_rows_and_hidden_activations(make_moe: MakeMoe)
     rows, pairs = 8 * round(4096 * (1 - (7 / 8) ** 8)), 8 * 4096
     growth = rows / 2 * 2 * 2048 + pairs / 2 * 2 * (2 * 768)
     assert busy.saved - even.saved == pytest.approx(growth, rel=0.1)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("text", ["dp:8,ep:8", "dp:8,ep:2", "tp:4,dp:2,ep:8"])
+def test_exchanges_beside_other_work_take_no_more_memory(text: str, recompute: str, make_moe: MakeMoe) -> None:
+    """Than the backward pass of the experts' first product without exchanges: its input, the gradients of input and
+    weight, and those of hidden states.
+    """
+    plan, ranks = make_moe(8, text), int(text[-1])
+    for imbalance in (1.0, 1.5):
+        pairs = 8 * 4096 * imbalance / plan.job.text.layout.tp
+        most = 2 * (2 * pairs * 2048 + 128 // ranks * 2 * 768 * 2048 + 3 * 4096 * 2048)
+        assert measured(plan, imbalance=imbalance, recompute=recompute).backward <= most
+
+
+def test_experts_that_are_recomputed_save_no_gate_and_up(make_moe: MakeMoe) -> None:
+    plan = make_moe(8, "dp:8,ep:8")
+    for imbalance in (1.0, 1.5):
+        saved = [measured(plan, imbalance=imbalance, recompute=how).saved for how in ("selective", "experts")]
+        assert saved[0] - saved[1] == 8 * 4096 * imbalance * 2 * 768 * 2
+    dense = [measured(plan, DENSE, recompute=how) for how in ("selective", "experts")]
+    assert dense[0] == dense[1]
+
+
+def test_experts_that_are_recomputed_repeat_their_first_product(make_moe: MakeMoe) -> None:
+    plans = [make_moe(8, "dp:8,ep:8", f"--text-recompute {how}") for how in ("selective", "experts")]
+    (selective, again), tokens = (plan.work["text", "B", 0] for plan in plans), sum(plans[0].assumed.lengths)
+    assert again - selective == pytest.approx(tokens * 4 * 2 * 8 * 2 * 2048 * 768 * 1.5)
 
 
 def test_recomputed_layers_keep_where_tokens_went(make_moe: MakeMoe) -> None:
@@ -138,19 +167,22 @@ def test_imbalance_is_memory_and_time(make_moe: MakeMoe) -> None:
 # ------------------------------------------------------------------------------------------------- traffic
 
 
-@pytest.mark.parametrize("recompute, passes", [("none", 2), ("selective", 2), ("full", 3)])
+@pytest.mark.parametrize("recompute", ["none", "selective", "experts", "full"])
 @pytest.mark.parametrize("text, ranks, tokens", [("dp:8,ep:8", 8, 1), ("tp:4,dp:2,ep:8", 8, 4), ("dp:8,ep:2", 2, 1)])
 def test_traffic_is_that_of_rows_that_are_sent_once(
-    text: str, ranks: int, tokens: int, recompute: str, passes: int, make_moe: MakeMoe
+    text: str, ranks: int, tokens: int, recompute: str, make_moe: MakeMoe
 ) -> None:
     plan = make_moe(8, text, f"--text-recompute {recompute}")
     [traffic], times = plan.experts, plan.job.batch.micro_batches
     of_rank = sum(plan.assumed.lengths) / tokens
     assert traffic.rows == pytest.approx(of_rank * (ranks - 1) * (1 - (1 - 1 / ranks) ** 8), abs=ranks)
     assert traffic.waits == 4 * times
-    assert traffic.exchanges == 4 * times * (5 + 3 * (passes - 1))
-    of_pass = traffic.rows * (2 * 2048 + 8) * 2
-    assert traffic.received == 4 * times * (of_pass * passes + traffic.rows * 8 * 4 + 8 * 2 * (ranks - 1))
+    again = recompute == "full"
+    assert traffic.exchanges == 4 * times * (4 + 3 + 2 * again)
+    # A chosen expert has as many bytes as its weight, and both cross once; so do the weight's gradient.
+    of_rows, of_weights = traffic.rows * 2 * 2048 * 2, traffic.rows * 8 * 2
+    sizes = 8 * 2 * (ranks - 1)
+    assert traffic.received == 4 * times * (of_rows * (2 + again) + 3 * of_weights + sizes)
 
 
 def test_stages_have_the_traffic_of_their_layers(make_moe: MakeMoe) -> None:
@@ -177,7 +209,7 @@ def test_hosts_wait_for_exchanges_and_for_products_in_parts(
     plan = make_moe(8, text, more)
     times = 4 * plan.job.batch.micro_batches
     assert [traffic.waits for traffic in plan.experts] == [waits * times] * (waits > 0)
-    assert [traffic.exchanges for traffic in plan.experts] == [8 * times * ("ep" in text)] * (waits > 0)
+    assert [traffic.exchanges for traffic in plan.experts] == [7 * times * ("ep" in text)] * (waits > 0)
     print_estimate(plan)
     assert ("sparse layer" in " ".join(capsys.readouterr().out.split())) == (waits > 0)
 

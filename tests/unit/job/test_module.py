@@ -41,6 +41,11 @@ def test_encoders_of_the_model_come_first() -> None:
         ("--model.freeze text --text-zero 2", ["modules.text.zero", "no gradients", "use 3"]),
         ("--model.freeze text --text-lr 1e-4", ["modules.text.lr", "leave text frozen"]),
         ("--text-recompute 29", ["modules.text.recompute (--text-recompute)", "at most 28"]),
+        (
+            "--text-recompute experts",
+            ["modules.text.recompute (--text-recompute)", "text has no experts", "`selective`"],
+        ),
+        ("--vision-recompute experts", ["modules.vision.recompute", "vision has no experts"]),
         ("--text-parallel tp:4 --text-zero 2", ["modules.text.zero", "dp, sp and cp are 1"]),
         ("--text-parallel dp:4 --text-tp_overlap 2", ["modules.text.tp_overlap", "tp 1"]),
         (

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hetero.models.layers import dispatch as layers_dispatch
-from megatron_hetero.models.layers.dispatch import Dispatch, RowExchange, add_up, block, take
+from megatron_hetero.models.layers.dispatch import Crossing, Dispatch, Move, RowExchange, block, finish, start, take
 from tests.support.ranks import on_ranks
 
 WIDTH, RANKS = 11, 4
@@ -33,11 +33,11 @@ class Received:
     def __init__(self) -> None:
         self.rows, self._run = list[int](), RowExchange.run
 
-    def __call__(self, exchange: RowExchange, x: Tensor) -> Tensor:
-        out = self._run(exchange, x)
+    def __call__(self, exchange: RowExchange, x: Tensor) -> tuple[Tensor, Any]:
+        out, work = self._run(exchange, x)
         if x.shape[1:] == (WIDTH,):
             self.rows.append(len(out) - exchange.received[exchange.group.rank()])
-        return out
+        return out, work
 
 
 @pytest.mark.parametrize("experts, top_k", SIZES)
@@ -55,29 +55,45 @@ def test_no_row_is_received_twice_or_in_vain(experts: int, top_k: int) -> None:
 
 def _compare(chosen: list[Tensor], given: list[Tensor], rank: int, blocks: list[Any]) -> None:
     """Let expert e multiply by e + 1, all in whole numbers."""
-    start, stop = blocks[rank]
+    first, stop = blocks[rank]
     x, received = given[rank].clone().requires_grad_(), Received()
     with mock.patch.object(RowExchange, "run", lambda exchange, x: received(exchange, x)):
         dispatch = Dispatch.of(chosen[rank], blocks[-1][1], dist.group.WORLD)  # pyright: ignore[reportArgumentType]
-        rows = dispatch.send(x)
-        pairs = take(rows, dispatch.pairs)
+        assert dispatch.rows is not None and dispatch.exchange is not None
+        of_weights, there, back = (
+            Crossing(each) for each in (dispatch.exchange, dispatch.exchange, dispatch.exchange.back)
+        )
+        weights = _weights_of(chosen[rank]).requires_grad_()
+        waiting = dispatch.start_weights(weights, of_weights)
+        rows = start(x, there, Move(dispatch.rows))
+        of_pairs = dispatch.finish_weights(waiting, of_weights)
+        pairs = take(finish(rows, there), dispatch.pairs)
         sizes = dispatch.ends.diff(prepend=dispatch.ends.new_zeros(1))
-        factors = torch.arange(start, stop).repeat_interleave(sizes.long()) + 1.0
-        out = dispatch.combine(add_up(pairs * factors[:, None].double(), dispatch.pairs))
-        out.backward(x.detach() + 1)
+        factors = torch.arange(first, stop).repeat_interleave(sizes.long()) + 1.0
+        # Weights are those of experts: pairs have them in the order of their experts.
+        assert torch.equal(of_pairs, factors.double() / 16)
+        out = pairs * factors[:, None].double()
+        out = finish(start(out, back, Move(dispatch.pairs, adds=True)), back, Move(dispatch.rows, adds=True))
+        torch.autograd.backward([out, of_pairs], [x.detach() + 1, of_pairs.detach()])
     with mock.patch.object(layers_dispatch, "_read", wraps=layers_dispatch._read) as read:
         assert list(dispatch.host_ends) == dispatch.ends.tolist() == list(dispatch.host_ends)
         assert read.call_count == 1, "for forward, backward and recomputation"
+    assert weights.grad is not None and torch.equal(weights.grad, weights.detach()), "each came back to its place"
     of_token = (chosen[rank] + 1).sum(1, keepdim=True)
     assert torch.equal(out, x * of_token)
     assert x.grad is not None and torch.equal(x.grad, (x.detach() + 1) * of_token)
-    for at, expert in enumerate(range(start, stop)):  # An expert gets its tokens in the order of ranks.
+    for at, expert in enumerate(range(first, stop)):  # An expert gets its tokens in the order of ranks.
         own = [tokens[(choices == expert).any(1)] for tokens, choices in zip(given, chosen, strict=True)]
         assert torch.equal(pairs[dispatch.ends[at] - sizes[at] : dispatch.ends[at]], torch.cat(own))
     visits = [[_tokens_for(choices, block) for block in blocks] for choices in chosen]
     arriving = sum(of_rank[rank] for other, of_rank in enumerate(visits) if other != rank)
     returning = sum(number for other, number in enumerate(visits[rank]) if other != rank)
     assert received.rows == [arriving, returning, arriving, returning]
+
+
+def _weights_of(chosen: Tensor) -> Tensor:
+    """Routing weights that say of which expert they are."""
+    return (chosen.double() + 1) / 16
 
 
 def _tokens_for(chosen: Tensor, block: tuple[int, int]) -> int:

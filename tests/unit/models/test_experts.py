@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_hetero.groups.local_group import SilentGroup
 from megatron_hetero.models.layers import experts as layer
 from megatron_hetero.models.layers import grouped
-from megatron_hetero.models.layers.dispatch import Dispatch, Sizes, block
+from megatron_hetero.models.layers.dispatch import Dispatch, RowExchange, Sizes, block
 from megatron_hetero.models.layers.experts import ExpertMLP, _Experts, chunks
 from megatron_hetero.models.layers.recompute import Recompute
 from tests.support.expert_blocks import EMPTY, Row, _apart, differences
@@ -40,6 +41,11 @@ ROWS = [
     Row("sp:2,dp:2,ep:2", recompute=Recompute("selective")),
     Row("dp:4,ep:4", dtype=torch.float64),
     Row("dp:4,ep:4", experts=4, top_k=4),
+    Row("dp:4,ep:4", idle=True, recompute=Recompute("experts")),
+    Row("dp:4,ep:1", recompute=Recompute("experts")),
+    Row("tp:2,dp:2,ep:4", experts=7, top_k=3, shared=True, split=False, recompute=Recompute("experts")),
+    Row("tp:4,ep:4", shared=True, recompute=Recompute("experts")),
+    Row("dp:4,ep:4", experts=5, top_k=1, recompute=Recompute("experts", chunk=2)),
 ]
 
 
@@ -85,7 +91,7 @@ def test_experts_with_no_rows_or_one(
     rows, factors = (tensor.detach().to(**options).requires_grad_() for tensor in (x, weights))
     loops = mock.patch.object(layer, "is_grouped", return_value=False)
     with contextlib.nullcontext() if one_kernel else loops:
-        out = module(rows, factors, Dispatch.of(chosen.to(device)[:, None], 4, SilentGroup(1)))
+        out, _ = module.of_pairs(rows, factors, Dispatch.of(chosen.to(device)[:, None], 4, SilentGroup(1)))
         out.backward(cotangent.detach().to(**options))
     found = (out, rows.grad, factors.grad, module.first.grad, module.second.grad)
     for one, other in zip(found, (expected, *of_expected), strict=True):
@@ -125,7 +131,7 @@ def chunked(chunk: int, dtype: torch.dtype, top_k: int = 2) -> dict[str, Tensor]
         parameter.data.copy_(drawn(*parameter.shape) / 8)
     dispatch = Dispatch.of(drawn(1024, 4).float().topk(top_k).indices, 4, SilentGroup(1))
     x, weights, cotangent = drawn(1024, 64), drawn(1024 * top_k), drawn(1024 * top_k, 64)
-    out = module(x.requires_grad_(), weights.requires_grad_(), dispatch)
+    out, _ = module.of_pairs(x.requires_grad_(), weights.requires_grad_(), dispatch)
     out.backward(cotangent)
     gradients = {name: p.grad for name, p in (("x", x), ("weights", weights), *module.named_parameters())}
     return {"out": out.detach()} | {name: grad for name, grad in gradients.items() if grad is not None}
@@ -160,6 +166,53 @@ def test_chunks_count_tokens() -> None:
         assert not cut.called
         chunked(1023, torch.float32)
         cut.assert_called_once_with(mock.ANY, 2046)
+
+
+AHEAD = ["send", "inner", "wait", "product", "send", "send", "product", "wait", "wait"]
+BACKWARD = {
+    "none": AHEAD,
+    "experts": AHEAD,
+    "none, and large activations": ["send", "wait", "inner", "product", "send", "send", "product", "wait", "wait"],
+    # Both gradients at once, and nothing ahead.
+    "chunks": ["send", "wait", *["inner", "product", "product"] * 3, "send", "send", "wait", "wait"],
+}
+
+
+@pytest.mark.parametrize("how", BACKWARD)
+def test_what_runs_beside_exchanges(how: str) -> None:
+    """Results are sent back beside what the program computes there, and in the backward pass: the gradients of results
+    beside hidden activations, those of weights and rows beside the gradient of the first weight.
+    """
+    events, real = list[str](), RowExchange.run
+
+    class Noted(SimpleNamespace):
+        def wait(self) -> None:
+            events.append("wait")
+
+    def run(exchange: RowExchange, x: Tensor) -> tuple[Tensor, Any]:
+        events.append("send")
+        return real(exchange, x)[0], Noted()
+
+    def noting(name: str, function: Any) -> Any:
+        return lambda *given: (events.append(name), function(*given))[1]
+
+    recompute = Recompute("experts" if how == "experts" else "none", chunk=255 * (how == "chunks"))
+    site: Any = SimpleNamespace(recompute=recompute, compile_layers=False)
+    part = ExpertMLP(64, 128 if "large" in how else 16, 4, 4, "mlp.")
+    module = _Experts(part, 2, site, {"dtype": torch.bfloat16, "device": "meta"})
+    tokens, weights = (torch.empty(256, n, dtype=torch.bfloat16, device="meta") for n in (64, 4))
+    dispatch = Dispatch.of(torch.empty(256, 4, dtype=torch.int64, device="meta"), 4, SilentGroup(2))
+    with (
+        mock.patch.object(RowExchange, "run", run),
+        mock.patch.object(grouped, "outer_products", noting("product", grouped.outer_products)),
+        mock.patch.object(_Experts, "_inner", noting("inner", _Experts._inner)),
+    ):
+        out = module(tokens.requires_grad_(), weights.requires_grad_(), dispatch, partial(events.append, "beside"))
+        inner = ["inner"] * (1 + 2 * (how == "chunks"))
+        assert events == ["send", "send", "wait", "wait", *inner, "send", "beside", "wait"]
+        events.clear()
+        out.backward(torch.empty_like(out))
+    assert events == BACKWARD[how]
 
 
 @pytest.mark.parametrize(

@@ -345,7 +345,7 @@ def test_experts(row: Row, counts: tuple[int, ...], one_kernel: bool, chunk: int
     rows, factors = (tensor.detach().to(dtype).requires_grad_() for tensor in (x, weights))
     loops = mock.patch.object(layer, "is_grouped", return_value=False)
     with contextlib.nullcontext() if one_kernel else loops:
-        out = module(rows, factors, Dispatch.of(chosen[:, None], 4, SilentGroup(1)))
+        out, _ = module.of_pairs(rows, factors, Dispatch.of(chosen[:, None], 4, SilentGroup(1)))
         out.backward(cotangent.to(dtype))
     parameters = dict(module.named_parameters())
     found = (out, rows.grad, factors.grad, *(parameters[name].grad for name in trained))
@@ -365,11 +365,12 @@ def test_frozen_experts_compute_no_gradients_of_weights_and_save_no_inputs(chunk
         rows, weights = torch.randn(40, 24).requires_grad_(), torch.randn(40).requires_grad_()
         dispatch = Dispatch.of(chosen, 4, SilentGroup(1))
         with mock.patch.object(grouped, "outer_products", side_effect=grouped.outer_products) as outer:
-            out = module(rows * 1, weights * 1, dispatch)
+            out, _ = module.of_pairs(rows * 1, weights * 1, dispatch)
             out.sum().backward()
         calls = [call.args[3].shape[1:] for call in outer.call_args_list]
         assert calls and all(8 in shape for shape in calls), "of A and B alone"
-        found = sorted(saved_by(lambda m=module, r=rows, w=weights, d=dispatch: m(r * 1, w * 1, d)).values())
+        run = module.of_pairs
+        found = sorted(saved_by(lambda run=run, r=rows, w=weights, d=dispatch: run(r * 1, w * 1, d)[0]).values())
         wide = [] if chunk else [40 * 48, *[40 * 8] * (low // 8)]
         assert found == sorted(4 * each for each in (40 * 24, 40, *wide))
 
@@ -521,7 +522,7 @@ def test_padding_stays_zero(kind: str) -> None:
         if kind == "linear":
             module.add(torch.zeros(9, 1, 20), x, (9,)).square().sum().backward()
         else:
-            module(rows, weights, dispatch).square().sum().backward()
+            module.of_pairs(rows, weights, dispatch)[0].square().sum().backward()
         optimizer.step()
     for name, mask in masks.items():
         parameter = module.get_parameter(name)
