@@ -282,7 +282,8 @@ class Dispatch:
         if ranks == 1:
             by_expert = _by_expert(chosen, local, experts, chosen.numel())
             return cls(chosen, experts, local, chosen.numel(), by_expert=by_expert)
-        owner = (chosen * ranks + (ranks - 1)) // experts  # The owner is the inverse of `block`.
+        # The owner is the inverse of `block`.
+        owner = (chosen * ranks + (ranks - 1)) // experts if experts % ranks else chosen // (experts // ranks)
         to_rank = chosen.new_zeros(len(chosen), ranks, dtype=torch.bool).scatter_(1, owner, True)
         sizes = _sizes(owner, to_rank, group, imbalance)
         # `contiguous` frees the other column of the result.
@@ -372,8 +373,10 @@ def _by_expert(chosen: Tensor, local: tuple[int, int], experts: int, pairs: int)
         Copies of rows, the index of each pair in `chosen`, and where the pairs of each expert end.
     """
     start, stop = local
-    expert = (chosen - start) % experts  # Local experts are numbered from 0; other experts follow.
-    choice = expert.flatten().argsort(stable=True)[:pairs].clone()
-    counts = chosen.new_zeros(experts).scatter_(0, expert.flatten(), 1, reduce="add")[: stop - start]
+    expert = (chosen - start) % experts if start else chosen  # Local experts are numbered from 0; others follow.
+    in_order, choice = expert.flatten().sort(stable=True)
+    if len(choice) > pairs:
+        choice = choice[:pairs].clone()  # A slice would keep the others alive.
+    ends = torch.searchsorted(in_order, torch.arange(1, stop - start + 1, device=chosen.device), out_int32=True)
     copies = Copies.of(choice // chosen.shape[1], choice.argsort(), (expert < stop - start).sum(1))
-    return copies, choice, counts.cumsum(0).int()
+    return copies, choice, ends
