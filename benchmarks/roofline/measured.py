@@ -58,7 +58,11 @@ def read(file: Path, gpu: Gpu) -> tuple[Share, ...]:
         raise ValueError(f"{file} is no record of benchmarks.gpu: {error}") from error
     if gpu.name.split("-")[0] not in device.lower():
         raise ValueError(f"{file} is of the device {device or '(not looked at)'!r}, not of --gpu {gpu.name}")
-    found = tuple(_share(numbers) for numbers in sections.values() if {"layout", "steps"} <= numbers.keys())
+    found = tuple(
+        _share(numbers)
+        for name, numbers in sections.items()
+        if {"layout", "steps"} <= numbers.keys() and not name.endswith("-before")  # Those with kernels of no choice.
+    )
     if not found:
         raise ValueError(f"{file} has no section that ended among share-7b and share-32b: run these")
     return found
