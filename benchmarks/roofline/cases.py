@@ -190,7 +190,7 @@ def overlapped(model: str, picture: Picture) -> list[Layouts]:
 
 
 def steps(gpu: Gpu, models: Iterable[str] = LAYOUTS, sides: Collection[int] = ()) -> list[Step]:
-    """All of `models`, with pictures of these `sides` (none: of all); modules are recomputed where they would not fit
+    """All of `models`, with pictures of these `sides` (none: all); modules are recomputed where they would not fit
     into the memory of `gpu` otherwise.
     """
     found = []

@@ -137,6 +137,7 @@ ASSUMED = {
     "host 103 µs an operation": replace(USUAL, launch=103e-6),
     "host 46 µs an operation": replace(USUAL, launch=46e-6),
     "host 20 µs an operation": replace(USUAL, launch=20e-6),
+    "fastest, host 46 µs an operation": replace(FAST, launch=46e-6),
     "two micro-batches": replace(USUAL, micro_batches=2),
     "eight micro-batches": replace(USUAL, micro_batches=8),
 }
