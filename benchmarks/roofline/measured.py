@@ -73,7 +73,7 @@ def read(file: Path, gpu: Gpu) -> tuple[Share, ...]:
 def _share(numbers: Mapping[str, Any], copied_gb_s: float) -> Share:
     of, milliseconds = numbers["layout"], honest(numbers, copied_gb_s)
     modules = {f"{module} {direction}" for module in MODULES for direction in DIRECTIONS}
-    times: dict[str, int] = dict.fromkeys(modules, of["micro-batches"]) | {UPDATE: 1}
+    times = {**dict.fromkeys(modules, int(of["micro-batches"])), UPDATE: 1}
     return Share(
         of["model"].rpartition("_")[2],
         of["layout"].partition(" on ")[0],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -86,7 +86,8 @@ class _Times:
         of_phase["stand-ins" if kind == "wire" else kind] += weight * seconds
         self.flops[event.phase][kind] += weight * event.ask.flops
         for link, late in self.timeline.compute(seconds, product=kind == "product").items():
-            self.main[link or event.phase]["wire"] += late if link else weight * late
+            # What comes late for a link that is used once in a step is once, too.
+            self.main[link or event.phase]["wire"] += late * bool(weight) if link else weight * late
 
     def _issue(self, event: Event, seconds: float, weight: float) -> None:
         assert event.ask is not None, "it is a collective"
@@ -99,23 +100,39 @@ class _Times:
         self._works[event.work] = self.timeline.issue(seconds, once, event.communicator, held)
 
 
+def _of_step(events: Sequence[Event], micro_batches: int) -> Iterator[tuple[Event, float]]:
+    """The events of a step, and how often the seconds of each count. Steps are read when the next one was issued: the
+    host does not wait for the end of the step in the phase `REST`.
+    """
+    last = min(micro_batches, 3) - 1
+    backward = next((n for n, event in enumerate(events) if event.phase.endswith("backward")), len(events))
+    for number in range(last + 1):
+        alike = micro_batches - 2 if 0 < number < last else 1
+        for place, event in enumerate(events):
+            if not is_once(event.phase):
+                yield event, alike / micro_batches
+            elif number == (0 if place < backward else last) and (event.phase, event.what) != (REST, "host"):
+                yield event, 1.0
+
+
 def phase_times(events: Sequence[Event], micro_batches: int, gpu: Gpu, assumed: Assumed) -> dict[str, PhaseTime]:
     """By phase, of a micro-batch (the mean) or once in a step, `assumed` that.
+
+    A step follows another one, during which the host may have got ahead; not where a rank is measured `alone`.
 
     Args:
         events: of a step of one micro-batch. Of its other micro-batches only the first, one in the midst and the last
             are run: in the midst all are alike.
         micro_batches: of the step.
     """
-    times, last = _Times(gpu, assumed), min(micro_batches, 3) - 1
-    backward = next((n for n, event in enumerate(events) if event.phase.endswith("backward")), len(events))
-    for number in range(last + 1):
-        alike = micro_batches - 2 if 0 < number < last else 1
-        for place, event in enumerate(events):
-            if not is_once(event.phase):
-                times.run(event, alike / micro_batches)
-            elif number == (0 if place < backward else last):
-                times.run(event, 1.0)
+    times = _Times(gpu, assumed)
+    if not assumed.alone:
+        # Its gathers of weights are those of `BEFORE`.
+        for event, _ in _of_step(events, micro_batches):
+            if event.phase not in (BEFORE, WEIGHTS):
+                times.run(event, 0.0)
+    for event, weight in _of_step(events, micro_batches):
+        times.run(event, weight)
 
     def of_phase(phase: str) -> PhaseTime:
         main = times.main[phase]

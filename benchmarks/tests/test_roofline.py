@@ -177,16 +177,26 @@ def test_phases_of_micro_batches_are_means_and_others_of_the_step() -> None:
 
 def test_only_kernels_that_the_host_has_not_issued_wait_for_it() -> None:
     """It takes 0.5 for each: that of the first waits, and what follows while it issues does not."""
-    events = [_second("vision forward"), *[_second("text forward", 0.25)] * 4]
+    end = Event("update", "host")
+    events = [_second("vision forward"), *[_second("text forward", 0.25)] * 4, end]
     times = phase_times(events, 1, H100, replace(FAST, launch=0.5))
     assert times["vision forward"].by_kind["host"] == pytest.approx(0.5)
     # Issued at 1, 1.5, 2 and 2.5; the first three run until 2.25.
     assert times["text forward"].by_kind["host"] == pytest.approx(0.25)
     # The host waits, and is late again.
-    waiting = [events[0], Event("vision forward", "host"), *events[1:2]]
+    waiting = [events[0], Event("vision forward", "host"), events[1], end]
     assert phase_times(waiting, 1, H100, replace(FAST, launch=0.5))["text forward"].by_kind["host"] == pytest.approx(
         0.5
     )
+
+
+@pytest.mark.parametrize("end, waits", [("update", True), ("rest", False)])
+def test_a_host_that_reads_a_step_late_is_ahead_when_the_next_one_begins(end: str, waits: bool) -> None:
+    events = [_second("vision forward"), _second("text backward", 3.0), Event(end, "host")]
+    times = phase_times(events, 2, H100, replace(FAST, launch=0.5))
+    assert times["vision forward"].by_kind["host"] == pytest.approx(0.5 / 2 if waits else 0.0)
+    alone = phase_times(events, 2, H100, replace(FAST, launch=0.5, alone=True))
+    assert alone["vision forward"].by_kind["host"] == pytest.approx(0.5 / 2), "the first of all"
 
 
 def test_the_host_is_ahead_by_what_the_queue_has_room_for() -> None:
