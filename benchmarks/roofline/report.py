@@ -42,7 +42,7 @@ COLUMNS = (
     "| MFU vision | MFU text | MFU micro-batch | MFU step | patches/s | published"
 )
 LOST = {
-    RECOMPUTED: "recomputed",
+    RECOMPUTED: "recomputed or padded",
     "product": "products",
     "attention": "attention",
     "memory": "other kernels",
@@ -172,7 +172,8 @@ What kernels reach was fitted to a record of one H100: {PRODUCTS * gpu.peak / 1e
 in matrix products; {MEMORY * gpu.memory / 1e12:.2f} of {gpu.memory / 1e12:.2f} TB/s of memory, {NORMS} of the data
 sheet's in norms, {SUMS} in sums; attention of 8k tokens of 5 to 7 heads, which have few blocks,
 {reach["flash forward"]} TFLOP/s forward and {reach["flash backward"]} backward by FlashAttention-2. A kernel does not
-begin before the host has issued it, which takes {1e6 * HOST:.0f} µs, and the host is at most {AHEAD} operations ahead.
+begin before the host has issued it, which takes {1e6 * USUAL.launch:.0f} µs, and the host is at most {AHEAD} operations
+ahead.
 
 Assumed, and unmeasured: attention by cuDNN {reach["cudnn forward"]} and {reach["cudnn backward"]} TFLOP/s, as
 FlashAttention-3 is published (tritonbench issue 1267, flash-attention issue 1310); SwiGLU at the memory's bandwidth (of
