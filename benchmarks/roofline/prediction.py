@@ -70,7 +70,7 @@ class _Times:
             assert event.ask is not None, "all else is an operation"
             seconds = self._seconds(event.ask)
             if event.what == "beside":
-                timeline.launch()
+                self.main[phase]["host"] += weight * timeline.launch()
                 self.side[phase] += weight * seconds
                 if event.ask.kind == "wire":
                     timeline.issue(seconds, communicator="beside", ctas=event.ask.held(self.assumed))
@@ -127,8 +127,8 @@ def phase_times(events: Sequence[Event], micro_batches: int, gpu: Gpu, assumed: 
     """
     times = _Times(gpu, assumed)
     if not assumed.alone:
-        # Its gathers of weights are those of `BEFORE`.
-        for event, _ in _of_step(events, micro_batches):
+        # Of the other one a single micro-batch; its gathers of weights are those of `BEFORE`.
+        for event, _ in _of_step(events, 1):
             if event.phase not in (BEFORE, WEIGHTS):
                 times.run(event, 0.0)
     for event, weight in _of_step(events, micro_batches):

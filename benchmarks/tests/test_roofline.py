@@ -32,7 +32,7 @@ from benchmarks.roofline.devices import (
     Assumed,
 )
 from benchmarks.roofline.measured import read, with_measured
-from benchmarks.roofline.prediction import MODULES, PhaseTime, Prediction, phase_times
+from benchmarks.roofline.prediction import MODULES, PhaseTime, Prediction, _Times, phase_times
 from benchmarks.roofline.replay import ENCODER, FITTED, IDLE, recorded
 from benchmarks.roofline.report import compared, numbers_of, text_of
 from benchmarks.roofline.timeline import Timeline
@@ -207,6 +207,18 @@ def test_the_host_is_ahead_by_what_the_queue_has_room_for() -> None:
         gpu.compute(seconds)
     # The fourth is issued after the second has begun, at 11, and the fifth after the third has, at 21.
     assert idle == pytest.approx([1.0, 0.0, 0.0, 0.0, 0.8])
+
+
+def test_all_seconds_of_a_step_are_of_a_phase() -> None:
+    events = [_second("vision forward", 0.1), Event("text forward", "beside", Ask("wire", wire=1e9))]
+    events += [Event("text forward", "issue", Ask("wire", wire=2e11), 1, "tp"), _second("text forward", 0.2)]
+    events += [Event("text forward", "wait", work=1), _second("text backward", 0.3), Event("update", "host")]
+    for assumed in ASSUMED.values():
+        alone = replace(assumed, launch=0.25)
+        times = _Times(H100, alone)
+        for event in events:
+            times.run(event, 1.0)
+        assert sum(sum(kinds.values()) for kinds in times.main.values()) == pytest.approx(times.timeline.now)
 
 
 def test_events_are_read_as_they_were_written() -> None:
