@@ -45,7 +45,7 @@ class Ratio:
 
 def table(header: str, rows: Sequence[str]) -> str:
     """A Markdown table; cells are parted by ` | `."""
-    columns = header.count("|") + 1
+    columns = header.count("|") - header.count("\\|") + 1
     return "\n".join([f"| {header} |", "|---" * columns + "|", *(f"| {row} |" for row in rows)])
 
 

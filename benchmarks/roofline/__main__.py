@@ -1,8 +1,8 @@
 """Predicts steps on a named GPU: `python -m benchmarks.roofline [--help]`.
 
 One rank of each layout of `cases` runs on a GPU that computes nothing; from its kernels, their operations, bytes of
-memory and bytes on the wire follow times and MFU by module. Two processes, a few minutes, no GPU. Writes
-`roofline/GPU.md` and `.json` under `benchmarks/results`.
+memory and bytes on the wire follow times and MFU by module. So do recorded steps, beside what was measured of them.
+Two processes, ten minutes on two cores, no GPU. Writes `roofline/GPU.md` and `.json` under `benchmarks/results`.
 """
 
 from __future__ import annotations
@@ -13,22 +13,27 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.roofline.cases import LAYOUTS, WORLD, Step, steps
-from benchmarks.roofline.devices import ASSUMED, BEST, GPUS, Gpu
+from benchmarks.roofline.cases import LAYOUTS, PICTURES, WORLD, Step, steps
+from benchmarks.roofline.costs import Event, read_events
+from benchmarks.roofline.devices import ASSUMED, FASTEST, GPUS, MIDDLE, SLOWEST, USUAL, Assumed, Gpu
 from benchmarks.roofline.measured import read, with_measured
 from benchmarks.roofline.prediction import Prediction, phase_times
-from benchmarks.roofline.report import Found, Measured, numbers_of, text_of
+from benchmarks.roofline.replay import RECORDS, Recorded, own_launch, predicted, recorded
+from benchmarks.roofline.report import Found, Measured, Replayed, numbers_of, text_of
 from tests.fake_cuda import guard
 from tests.fake_cuda.cases import Case
 
 RESULTS = Path(__file__).parents[1] / "results" / "roofline"
 ROOT = Path(__file__).parents[2]
 PROCESSES = 2
+SIDES = (
+    "pixels of pictures' sides: 1008 where left out, in packs of 8,208 tokens; others alone as in the published table"
+)
 
 
 def main() -> None:
@@ -41,16 +46,20 @@ def main() -> None:
         shares = () if options.measured is None else read(options.measured, gpu)
     except ValueError as error:
         sys.exit(f"--measured: {error}")
-    every = steps(gpu.usable, options.model or LAYOUTS, options.side or ())
-    counted = _counted([step.case for step in every], gpu)
+    every = steps(gpu, options.model or LAYOUTS, options.side or (PICTURES[0].side,))
+    records = [share for file in RECORDS for share in recorded(file)]
+    cases = list(dict.fromkeys([*(step.case for step in every), *(share.case for share in records)]))
+    counted = dict(zip(cases, _counted(cases), strict=True))
     found, measured = list[Found](), list[Measured]()
-    for step, counts in zip(every, counted, strict=True):
-        alone = {name: _predicted(step, counts["costs"], gpu, name) for name in ASSUMED}
+    for step in every:
+        events, peak = read_events(counted[step.case]), counted[step.case]["peak"]
+        names = ASSUMED if step.picture is PICTURES[0] else (SLOWEST, MIDDLE, FASTEST)
+        alone = {name: _predicted(step, events, gpu, ASSUMED[name]) for name in names}
         both = {name: with_measured(step, each, shares) for name, each in alone.items()}
-        found.append((step, {name: prediction for name, (prediction, _) in both.items()}, counts["peak"]))
-        _, seconds = both[BEST]
-        measured += [(step, alone[BEST], seconds)] if seconds else []
-    page = text_of(found, gpu, measured)
+        found.append((step, {name: prediction for name, (prediction, _) in both.items()}, peak))
+        _, seconds = both[MIDDLE]
+        measured += [(step, alone[MIDDLE], seconds)] if seconds else []
+    page = text_of(found, gpu, measured, [_replayed(share, counted[share.case]) for share in records])
     print(page)
     if options.results is not None:
         options.results.mkdir(parents=True, exist_ok=True)
@@ -63,7 +72,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.roofline", description=__doc__)
     parser.add_argument("--gpu", choices=list(GPUS), default="h100", help="whose numbers are taken")
     parser.add_argument("--model", action="append", choices=list(LAYOUTS), help="all where left out")
-    parser.add_argument("--side", action="append", type=int, help="pixels of pictures' sides; all where left out")
+    parser.add_argument("--side", action="append", type=int, help=SIDES)
     parser.add_argument(
         "--measured",
         type=Path,
@@ -75,7 +84,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _counted(cases: Sequence[Case], gpu: Gpu) -> list[dict[str, Any]]:
+def _counted(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """What the worker finds of each case. Raises `RuntimeError` with the output of a process that failed."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -83,9 +92,7 @@ def _counted(cases: Sequence[Case], gpu: Gpu) -> list[dict[str, Any]]:
         file = folder / "cases.json"
         file.write_text(json.dumps([asdict(case) for case in cases]), encoding="utf-8")
         shares = [map(str, range(first, len(cases), PROCESSES)) for first in range(PROCESSES)]
-        started = [
-            _start([str(library), gpu.name, str(file), *share], folder / str(n)) for n, share in enumerate(shares)
-        ]
+        started = [_start([str(library), str(file), *share], folder / str(n)) for n, share in enumerate(shares)]
         found: dict[int, dict[str, Any]] = {}
         for number, process in enumerate(started):
             if process.wait() != 0:
@@ -105,10 +112,17 @@ def _start(arguments: Sequence[str], files: Path) -> subprocess.Popen[str]:
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=errors, text=True)
 
 
-def _predicted(step: Step, costs: Sequence[Sequence[Any]], gpu: Gpu, assumed: str = BEST) -> Prediction:
+def _predicted(step: Step, events: Sequence[Event], gpu: Gpu, assumed: Assumed = USUAL) -> Prediction:
     pictures = step.samples * step.layouts.replicas
-    times = phase_times(costs, assumed)
-    return Prediction(times, step.micro_batches, step.flops, pictures * step.picture.patches, WORLD, gpu)
+    micro_batches = assumed.micro_batches or step.micro_batches
+    times = phase_times(events, micro_batches, gpu, assumed)
+    return Prediction(times, micro_batches, step.flops, pictures * step.picture.patches, WORLD, gpu)
+
+
+def _replayed(share: Recorded, counted: Mapping[str, Any]) -> Replayed:
+    events = read_events(counted)
+    own = own_launch(share, events)
+    return share, predicted(share, events, share.launch), own, predicted(share, events, own)
 
 
 if __name__ == "__main__":

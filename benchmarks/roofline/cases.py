@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from benchmarks.roofline.devices import Gpu
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.estimate.estimate import Estimate
 from megatron_hetero.estimate.shards import AssumedBatch
@@ -108,6 +109,7 @@ ZERO3 = Layouts("ZeRO-3", "dp:8", "dp:8", 8, "ZeRO-3", "--vision-zero 3 --text-z
 LAYOUTS = {
     "7b": (
         Layouts("sp|tp", "sp:8", "tp:4,dp:2", 2),
+        Layouts("sp|tp", "sp:8", "tp:2,dp:4", 4),
         Layouts("uniform tp", "tp:4,dp:2", "tp:4,dp:2", 2),
         ZERO3,
     ),
@@ -136,13 +138,14 @@ FAMILIES = {"30b_a3b": "qwen3_vl", "9b": "qwen3_5"}
 @dataclass(frozen=True)
 class Step:
     """A step of a model; its micro-batches are alike, so that one of them is run. `recomputed`: modules, each with the
-    level where it is not `full`.
+    level where it is not `full`. `packages`: what the device has besides those of the layout.
     """
 
     model: str
     layouts: Layouts
     picture: Picture
     recomputed: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
 
     @property
     def samples(self) -> int:
@@ -168,7 +171,8 @@ class Step:
         more = f"{sizes} {samples} {LIMITS} {STATES[self.model]} {self.layouts.more} {again}"
         family = FAMILIES.get(self.model, Case.family)
         layouts = self.layouts
-        return Case(self.model, layouts.vision, layouts.text, WORLD, 0, more, family, packages=layouts.packages)
+        packages = layouts.packages + self.packages
+        return Case(self.model, layouts.vision, layouts.text, WORLD, 0, more, family, packages=packages)
 
     @cached_property
     def planned_bytes(self) -> int:
@@ -198,9 +202,9 @@ def overlapped(model: str, picture: Picture) -> list[Layouts]:
     return [each.overlapped for each in LAYOUTS[model] if each is not ZERO3 and picture is PICTURES[0]]
 
 
-def steps(usable: float, models: Iterable[str] = LAYOUTS, sides: Collection[int] = ()) -> list[Step]:
-    """All of `models`, with pictures of these `sides` (none: of all); modules are recomputed where they would not fit
-    into so many bytes otherwise.
+def steps(gpu: Gpu, models: Iterable[str] = LAYOUTS, sides: Collection[int] = ()) -> list[Step]:
+    """All of `models`, with pictures of these `sides` (none: all); modules are recomputed where they would not fit
+    into the memory of `gpu` otherwise.
     """
     found = []
     for model in models:
@@ -208,6 +212,6 @@ def steps(usable: float, models: Iterable[str] = LAYOUTS, sides: Collection[int]
         for picture in (picture for picture in of_model if not sides or picture.side in sides):
             for each in [*LAYOUTS[model], *overlapped(model, picture)]:
                 choices = RECOMPUTED_OF_EXPERTS if model.endswith("a3b") else RECOMPUTED
-                tried = [Step(model, each, picture, modules) for modules in choices]
-                found.append(next((s for s in tried if s.planned_bytes <= (1 - LEFT) * usable), tried[-1]))
+                tried = [Step(model, each, picture, modules, gpu.packages) for modules in choices]
+                found.append(next((s for s in tried if s.planned_bytes <= (1 - LEFT) * gpu.usable), tried[-1]))
     return found

@@ -1,7 +1,7 @@
 """What `benchmarks.gpu` has measured of a rank's share, in place of what is predicted of the same step.
 
 One GPU computes what a rank computes, while collectives copy what the rank itself has: so the time of its kernels is
-measured, and what it waits for its links stays predicted.
+measured, less these copies, and what it waits for its links stays predicted.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.honest import honest
 from benchmarks.roofline.cases import Step
 from benchmarks.roofline.devices import Gpu
 from benchmarks.roofline.prediction import DIRECTIONS, MODULES, Prediction
@@ -58,16 +59,21 @@ def read(file: Path, gpu: Gpu) -> tuple[Share, ...]:
         raise ValueError(f"{file} is no record of benchmarks.gpu: {error}") from error
     if gpu.name.split("-")[0] not in device.lower():
         raise ValueError(f"{file} is of the device {device or '(not looked at)'!r}, not of --gpu {gpu.name}")
-    found = tuple(_share(numbers) for numbers in sections.values() if {"layout", "steps"} <= numbers.keys())
+    copied = sections["environment"].get("at best", {}).get("copy on the device GB/s", float("inf"))
+    found = tuple(
+        _share(numbers, copied)
+        for name, numbers in sections.items()
+        if {"layout", "steps"} <= numbers.keys() and not name.endswith("-before")  # Those with kernels of no choice.
+    )
     if not found:
         raise ValueError(f"{file} has no section that ended among share-7b and share-32b: run these")
     return found
 
 
-def _share(numbers: Mapping[str, Any]) -> Share:
-    of, milliseconds = numbers["layout"], numbers["steps"]["milliseconds"]
+def _share(numbers: Mapping[str, Any], copied_gb_s: float) -> Share:
+    of, milliseconds = numbers["layout"], honest(numbers, copied_gb_s)
     modules = {f"{module} {direction}" for module in MODULES for direction in DIRECTIONS}
-    times = dict.fromkeys(modules, of["micro-batches"]) | {UPDATE: 1}
+    times = {**dict.fromkeys(modules, int(of["micro-batches"])), UPDATE: 1}
     return Share(
         of["model"].rpartition("_")[2],
         of["layout"].partition(" on ")[0],

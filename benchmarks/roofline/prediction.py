@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
 
-from benchmarks.roofline.devices import ASSUMED, BEST, Gpu
-from tests.fake_cuda.rank import within
+from benchmarks.roofline.costs import Event
+from benchmarks.roofline.devices import Assumed, Gpu
+from benchmarks.roofline.timeline import Sharing, Timeline
+from tests.fake_cuda.rank import BEFORE, REST, SUMS, UPDATE, WEIGHTS, within
 
 DIRECTIONS = ("forward", "backward")
 MODULES = ("vision", "text")
@@ -16,54 +18,127 @@ BETWEEN = ("boundary", "pipeline")
 ENDING = ("gradient sums", "update", "weights", "rest")
 
 
+RECOMPUTED = "recomputed"
+ONCE = (BEFORE, WEIGHTS, REST, SUMS, UPDATE)
+"""Phases of which a step has one, at its begin or its end."""
+
+
 @dataclass(frozen=True)
 class PhaseTime:
-    """Seconds of a phase: of the device (the longer of its streams), and of the host that launches `kernels`.
-    `by_kind`: of the stream that computes, by kind of kernel; "wire" is what it waits for the `links`.
-    `launch`: seconds of the host for a kernel.
+    """Seconds of a phase: of the device (the longer of its streams). `by_kind`: of the stream that computes, by kind of
+    operation; "wire" is what it waits for the `links`, "host" what it waits for the host. `flops`: by kind, too.
     """
 
     device: float
-    kernels: int
     by_kind: Mapping[str, float]
     links: float = 0.0
-    launch: float = ASSUMED[BEST].launch
-
-    def with_attention(self, times: float) -> PhaseTime:
-        """Where attention is so many times as fast."""
-        saved = self.by_kind.get("attention", 0.0) * (1 - 1 / times)
-        by_kind = {kind: seconds - saved * (kind == "attention") for kind, seconds in self.by_kind.items()}
-        return replace(self, device=self.device - saved, by_kind=by_kind)
+    flops: Mapping[str, float] = field(default_factory=dict)
 
     def with_computing(self, seconds: float) -> PhaseTime:
         """Where the kernels of the stream that computes take so long together, the host's launching included."""
         wire = self.by_kind.get("wire", 0.0)
-        return replace(self, device=seconds + wire, kernels=0, by_kind={"measured": seconds, "wire": wire})
-
-    @property
-    def host(self) -> float:
-        """Seconds in which the kernels are launched."""
-        return self.kernels * self.launch
-
-    @property
-    def seconds(self) -> float:
-        """What it takes: whoever is slower."""
-        return max(self.device, self.host)
+        return replace(self, device=seconds + wire, by_kind={"measured": seconds, "wire": wire})
 
 
-def phase_times(costs: Sequence[Sequence[Any]], assumed: str = BEST) -> dict[str, PhaseTime]:
-    """By phase, of `costs` as the worker writes them, `assumed` what is `ASSUMED` by that name."""
-    streams: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: {"main": {}, "side": {}, "links": {}})
-    kernels: dict[str, int] = defaultdict(int)
-    for phase, stream, kind, found in costs:
-        streams[phase][stream][kind] = found["seconds"][assumed]
-        kernels[phase] += found["kernels"]
+def is_once(phase: str) -> bool:
+    """Whether a step has one such phase, in place of one in each micro-batch."""
+    return phase in ONCE or phase.startswith(SUMS)
 
-    def of_phase(phase: str, of: Mapping[str, Mapping[str, float]]) -> PhaseTime:
-        main, side, links = (sum(of[stream].values()) for stream in ("main", "side", "links"))
-        return PhaseTime(max(main, side), kernels[phase], of["main"], links, ASSUMED[assumed].launch)
 
-    return {phase: of_phase(phase, of) for phase, of in streams.items()}
+class _Times:
+    """Runs events on a timeline, and adds up seconds by phase."""
+
+    def __init__(self, gpu: Gpu, assumed: Assumed):
+        self.assumed = assumed
+        self.main: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self.side, self.links = defaultdict[str, float](float), defaultdict[str, float](float)
+        self.flops: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        sharing = Sharing(gpu.processors, assumed.whole, assumed.product_first, assumed.carved)
+        self.timeline = Timeline(assumed.queues, sharing, assumed.launch)
+        self._works: dict[int, int] = {}
+        self._seconds = cache(lambda ask: ask.seconds(gpu, assumed))
+
+    def run(self, event: Event, weight: float) -> None:
+        """Run one, whose seconds count so many times."""
+        phase, timeline = event.phase, self.timeline
+        if event.what == "host":
+            timeline.host_waits()
+        elif event.what == "wait":
+            if event.work in self._works:
+                self.main[phase]["wire"] += weight * timeline.wait(self._works[event.work])
+        else:
+            assert event.ask is not None, "all else is an operation"
+            seconds = self._seconds(event.ask)
+            if event.what == "beside":
+                self.main[phase]["host"] += weight * timeline.launch()
+                self.side[phase] += weight * seconds
+                if event.ask.kind == "wire":
+                    timeline.issue(seconds, communicator="beside", ctas=event.ask.held(self.assumed))
+            elif event.what == "issue" and not self.assumed.alone:
+                self._issue(event, seconds, weight)
+            elif seconds:
+                self._compute(event, seconds, weight)
+
+    def _compute(self, event: Event, seconds: float, weight: float) -> None:
+        assert event.ask is not None, "it is an operation"
+        of_phase, kind = self.main[event.phase], event.ask.kind
+        of_phase["host"] += weight * self.timeline.launch()
+        of_phase["stand-ins" if kind == "wire" else kind] += weight * seconds
+        self.flops[event.phase][kind] += weight * event.ask.flops
+        for link, late in self.timeline.compute(seconds, product=kind == "product").items():
+            # What comes late for a link that is used once in a step is once, too.
+            self.main[link or event.phase]["wire"] += late * bool(weight) if link else weight * late
+
+    def _issue(self, event: Event, seconds: float, weight: float) -> None:
+        assert event.ask is not None, "it is a collective"
+        # What is done once in a step has a link of its own, named by the phase that what waits for it counts to.
+        phase = event.phase
+        once = SUMS if phase.startswith(SUMS) else WEIGHTS if phase in (WEIGHTS, BEFORE) else ""
+        self.main[phase]["host"] += weight * self.timeline.launch()
+        self.links[phase] += weight * seconds
+        held = event.ask.held(self.assumed)
+        self._works[event.work] = self.timeline.issue(seconds, once, event.communicator, held)
+
+
+def _of_step(events: Sequence[Event], micro_batches: int) -> Iterator[tuple[Event, float]]:
+    """The events of a step, and how often the seconds of each count. Steps are read when the next one was issued: the
+    host does not wait for the end of the step in the phase `REST`.
+    """
+    last = min(micro_batches, 3) - 1
+    backward = next((n for n, event in enumerate(events) if event.phase.endswith("backward")), len(events))
+    for number in range(last + 1):
+        alike = micro_batches - 2 if 0 < number < last else 1
+        for place, event in enumerate(events):
+            if not is_once(event.phase):
+                yield event, alike / micro_batches
+            elif number == (0 if place < backward else last) and (event.phase, event.what) != (REST, "host"):
+                yield event, 1.0
+
+
+def phase_times(events: Sequence[Event], micro_batches: int, gpu: Gpu, assumed: Assumed) -> dict[str, PhaseTime]:
+    """By phase, of a micro-batch (the mean) or once in a step, `assumed` that.
+
+    A step follows another one, during which the host may have got ahead; not where a rank is measured `alone`.
+
+    Args:
+        events: of a step of one micro-batch. Of its other micro-batches only the first, one in the midst and the last
+            are run: in the midst all are alike.
+        micro_batches: of the step.
+    """
+    times = _Times(gpu, assumed)
+    if not assumed.alone:
+        # Of the other one a single micro-batch; its gathers of weights are those of `BEFORE`.
+        for event, _ in _of_step(events, 1):
+            if event.phase not in (BEFORE, WEIGHTS):
+                times.run(event, 0.0)
+    for event, weight in _of_step(events, micro_batches):
+        times.run(event, weight)
+
+    def of_phase(phase: str) -> PhaseTime:
+        main = times.main[phase]
+        return PhaseTime(max(sum(main.values()), times.side[phase]), main, times.links[phase], times.flops[phase])
+
+    return {phase: of_phase(phase) for phase in {*times.main, *times.side, *times.links}}
 
 
 @dataclass(frozen=True)
@@ -79,18 +154,13 @@ class Prediction:
     ranks: int
     gpu: Gpu
 
-    def with_attention(self, forward: float, backward: float) -> Prediction:
-        """Where attention is so many times as fast in either direction."""
-        times = {phase: backward if phase.endswith("backward") else forward for phase in self.phases}
-        return replace(self, phases={name: t.with_attention(times[name]) for name, t in self.phases.items()})
-
     def with_computing(self, seconds: Mapping[str, float]) -> Prediction:
         """Where the kernels of some phases take so many seconds."""
         measured = {name: self.phases[name].with_computing(value) for name, value in seconds.items()}
         return replace(self, phases={**self.phases, **measured})
 
     def _seconds(self, *phases: str) -> float:
-        return sum(self.phases[phase].seconds for phase in phases if phase in self.phases)
+        return sum(self.phases[phase].device for phase in phases if phase in self.phases)
 
     def module(self, name: str) -> float:
         """Seconds of a module in a micro-batch, forward and backward."""
@@ -112,6 +182,23 @@ class Prediction:
     def step(self) -> float:
         """Seconds."""
         return self.micro_batches * self.micro_batch + self.end
+
+    @property
+    def lost(self) -> dict[str, float]:
+        """Shares of the step besides its MFU: what of a step's time is spent otherwise than at the peak."""
+        parts = defaultdict[str, float](float)
+        for phase, time in self.phases.items():
+            if phase == BEFORE:
+                continue
+            once = is_once(phase)
+            times = (1 if once else self.micro_batches) / self.step
+            for kind, seconds in time.by_kind.items():
+                ideal = time.flops.get(kind, 0.0) / self.gpu.peak
+                parts["once a step" if once and kind != "wire" else kind] += times * (seconds - ideal)
+                parts[RECOMPUTED] += times * ideal
+            parts["beside"] += times * (time.device - sum(time.by_kind.values()))
+        parts[RECOMPUTED] -= self.mfu_of_step
+        return parts
 
     @property
     def patches_per_second(self) -> float:

@@ -24,12 +24,15 @@ each multiprocessor, which computes tiles until the product ends (pytorch issue 
 Which is first where both wait for the same kernel nobody promises: an assumption. A collective that waited for the
 collective before it, or since an earlier product, is first. Products that are told to leave some multiprocessors
 ("carved") share with collectives, and are slower by those. The links carry one collective after another.
+
+What the host has not issued yet does not begin either: each operation takes it a while, and it is not ahead of the
+device by more than CUDA's queue has room for.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +40,8 @@ from unittest import mock
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
+
+from benchmarks.roofline.devices import AHEAD
 
 COLLECTIVES = (
     "allreduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single", "broadcast", "send", "recv",
@@ -82,13 +87,17 @@ class _Issued:
 
 
 class Timeline:
-    """Clocks of one GPU of so many hardware `queues`, in seconds.
+    """Clocks of one GPU of so many hardware `queues`, and of its host, in seconds: `launch` for an operation, at most
+    `ahead` of which the device has not begun.
 
     Links have names: what is in every micro-batch does not wait for what happens once in a step.
     """
 
-    def __init__(self, queues: int = POOL, sharing: Sharing = Sharing()) -> None:
-        self._queues, self._sharing = queues, sharing
+    def __init__(
+        self, queues: int = POOL, sharing: Sharing = Sharing(), launch: float = 0.0, ahead: int = AHEAD
+    ) -> None:
+        self._queues, self._sharing, self._launch = queues, sharing, launch
+        self._host, self._began = 0.0, deque[float](maxlen=ahead)
         self._works: list[_Issued] = []
         self._pending: list[_Issued] = []  # those that have not begun, in the order of issue
         self._running: list[_Issued] = []  # those that have, and may hold multiprocessors
@@ -125,6 +134,20 @@ class Timeline:
             late[link] = late.get(link, 0.0) + end - begin - seconds
         self._begun[self._queue(MAIN)], self._ends[MAIN] = (begin, ""), end
         return late
+
+    def launch(self) -> float:
+        """Let the host issue an operation, before it runs; returns how long the stream that computes waits for it."""
+        if len(self._began) == self._began.maxlen:
+            self._host = max(self._host, self._began[0])
+        self._host += self._launch
+        idle = max(0.0, self._host - self.now)
+        self._ends[MAIN] += idle
+        self._began.append(self.now)
+        return idle
+
+    def host_waits(self) -> None:
+        """Let the host wait until the stream that computes has done all it was given."""
+        self._host = max(self._host, self.now)
 
     def issue(self, seconds: float, link: str = "", communicator: str = "", ctas: int = 0) -> int:
         """Run a collective beside the kernels, on so many multiprocessors; returns its number."""

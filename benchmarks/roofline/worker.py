@@ -1,6 +1,5 @@
-"""`python -m benchmarks.roofline.worker LIBRARY GPU CASES PLACE...`: for each place in the file of cases a line of JSON
-with it and what the rank of that case asks for: `costs`, [phase, stream, kind, fields of `costs.Costs`] each, and the
-`peak` of its memory in bytes.
+"""`python -m benchmarks.roofline.worker LIBRARY CASES PLACE...`: for each place in the file of cases a line of JSON
+with it and what the rank of that case asks for: its events (see `costs.written`) and the `peak` of its memory in bytes.
 
 A process of its own, for the reasons of `tests.fake_cuda.worker`.
 """
@@ -12,31 +11,34 @@ import json
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from tests.fake_cuda import guard
 
 
 def main(argv: Sequence[str]) -> None:
     """See above."""
-    library, name, cases, *places = argv
+    library, cases, *places = argv
     guard.load(Path(library))  # before torch is used
     warnings.simplefilter("ignore")
-    from benchmarks.roofline.costs import CountingGpu
-    from benchmarks.roofline.devices import GPUS
+    from benchmarks.roofline.costs import CountingGpu, written
     from tests.fake_cuda.cases import Case
     from tests.fake_cuda.rank import measure
 
-    every = [Case(**fields) for fields in json.loads(Path(cases).read_text(encoding="utf-8"))]
+    written_cases = json.loads(Path(cases).read_text(encoding="utf-8"))
+    every = [Case(**{name: _of_json(value) for name, value in fields.items()}) for fields in written_cases]
     gc.freeze()
-    with CountingGpu(GPUS[name]) as gpu:
+    with CountingGpu() as gpu:
         for place in map(int, places):
             gpu.start_again()
             peak = measure(every[place], gpu)["peak"]
-            costs = [[*key, asdict(found)] for key, found in gpu.costs.items()]
-            print(json.dumps([place, {"costs": costs, "peak": peak}]), flush=True)
+            print(json.dumps([place, written(gpu.events) | {"peak": peak}]), flush=True)
             gc.collect()
+
+
+def _of_json(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 if __name__ == "__main__":

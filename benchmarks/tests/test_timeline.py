@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.roofline.costs import Ask
-from benchmarks.roofline.devices import ASSUMED, HELD, LEAST
+from benchmarks.roofline.devices import ASSUMED, HELD, SLOWEST
 from benchmarks.roofline.timeline import Sharing, Timeline
 
 FREE = Sharing(processors=100)
@@ -139,6 +139,6 @@ def test_products_without_collectives_share_nothing(program: list[tuple[str, flo
 
 def test_multiprocessors_of_a_collective() -> None:
     wide, narrow, gather = Ask("wire"), Ask("wire", ctas=4), Ask("wire", copies=True)
-    assert [ask.held(ASSUMED[LEAST]) for ask in (wide, narrow, gather)] == [HELD, 4, HELD]
+    assert [ask.held(ASSUMED[SLOWEST]) for ask in (wide, narrow, gather)] == [HELD, 4, HELD]
     assert [ask.held(ASSUMED["copy engines gather"]) for ask in (wide, narrow, gather)] == [HELD, 4, 0]
-    assert [ask.held(ASSUMED["optimistic"]) for ask in (wide, narrow)] == [0, 0]
+    assert [ask.held(ASSUMED["fastest"]) for ask in (wide, narrow)] == [0, 0]
