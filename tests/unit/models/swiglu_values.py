@@ -40,7 +40,7 @@ def main() -> None:
                 case = f"{dtype} {name} {'' if weights is None else 'weighted'}"
                 exact = wide.double(), None if weights is None else weights.double()
                 out = swiglu_kernels.forward(wide, weights)
-                grad_wide, grad_weights = swiglu_kernels.backward(grad, wide, weights)
+                grad_wide, grad_weights = swiglu_kernels.backward(grad, wide.clone(), weights)
                 of_wide, of_weights = swiglu_backward(grad.double(), *exact)
                 errors[f"{case} out"] = roundings(out, swiglu_forward(*exact))
                 errors[f"{case} wide"] = roundings(grad_wide, of_wide)
