@@ -219,17 +219,20 @@ def swiglu_backward(grad: Tensor, wide: Tensor, weights: Tensor | None = None) -
 
 
 def swiglu_backward_in_place(grad: Tensor, wide: Tensor) -> Tensor:
-    """Compute the backward pass of `swiglu` without weights, without a compiler and without intermediate copies."""
-    (gate, up), grad_wide = wide.chunk(2, dim=-1), torch.empty_like(wide)
-    grad_gate, grad_up = grad_wide.chunk(2, dim=-1)
-    activated = F.silu(gate)
-    torch.mul(grad, activated, out=grad_up)
-    grad_activated = torch.mul(grad, up, out=activated)
-    torch.ops.aten.silu_backward.grad_input(grad_activated, gate, grad_input=grad_gate)
-    return grad_wide
+    """Compute the backward pass of `swiglu` without weights and without a compiler. The gradient overwrites `wide`."""
+    gate, up = wide.chunk(2, dim=-1)
+    grad_gate = grad * up
+    torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
+    torch.ops.aten.silu.out(gate, out=up).mul_(grad)
+    gate.copy_(grad_gate)
+    return wide.detach()
 
 
 class _SwiGLU(Function):
+    """Autograd function of `swiglu`. The backward pass overwrites its input, the largest tensor of a layer, so that
+    another backward pass through the same graph is an error.
+    """
+
     @staticmethod
     def forward(ctx: Any, wide: Tensor, weights: Tensor | None) -> Tensor:
         ctx.save_for_backward(wide, weights)

@@ -1,7 +1,7 @@
 """SwiGLU on GPUs in two Triton kernels, which read and write each element once and compute in fp32.
 
     forward    out = silu(gate) * up * weight
-    backward   the gradients of gate and up, and, as a sum over the row, of weight
+    backward   the gradients of gate and up, in their place, and, as a sum over the row, of weight
 
 A program computes one row: gate and up [2 WIDTH] and, for experts, its routing weight. The width is a constant, so that
 16 bytes are loaded at once, and the number of rows is that of programs, so that one kernel serves any number.
@@ -15,6 +15,7 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 BLOCK = 1024
 """Elements of a step along a row. Each thread of 4 warps loads 8 elements, which are 16 bytes in half precision."""
@@ -37,10 +38,12 @@ def swiglu_forward(wide, weights, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def swiglu_backward(wide, weights, grad, grad_wide, grad_weights, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Write a row of `grad_wide` [rows, 2 WIDTH] and `grad_weights` [rows] from the inputs and `grad` [rows, WIDTH]."""
+def swiglu_backward(wide, weights, grad, grad_weights, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Replace a row of `wide` [rows, 2 WIDTH] by its gradient, and write that of `weights` [rows], from `grad` [rows,
+    WIDTH].
+    """
     row = tl.program_id(0).to(tl.int64)
-    grads, gates, outs = grad + row * WIDTH, wide + row * (2 * WIDTH), grad_wide + row * (2 * WIDTH)
+    grads, gates = grad + row * WIDTH, wide + row * (2 * WIDTH)
     products = tl.zeros([BLOCK], tl.float32)
     for start in range(0, WIDTH, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -53,8 +56,8 @@ def swiglu_backward(wide, weights, grad, grad_wide, grad_weights, WIDTH: tl.cons
             products += of_out * gate * sigmoid * up
             of_out *= tl.load(weights + row).to(tl.float32)
         of_gate = of_out * up * sigmoid * (1 + gate * (1 - sigmoid))
-        tl.store(outs + at, of_gate.to(grad_wide.dtype.element_ty), mask=inside)
-        tl.store(outs + WIDTH + at, (of_out * gate * sigmoid).to(grad_wide.dtype.element_ty), mask=inside)
+        tl.store(gates + at, of_gate.to(wide.dtype.element_ty), mask=inside)
+        tl.store(gates + WIDTH + at, (of_out * gate * sigmoid).to(wide.dtype.element_ty), mask=inside)
     if weights is not None:
         tl.store(grad_weights + row, tl.sum(products).to(grad_weights.dtype.element_ty))
 
@@ -67,10 +70,12 @@ def forward(wide: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def backward(grad: Tensor, wide: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return `mlp.swiglu_backward(grad, wide, weights)`."""
-    grad_wide, grad_weights = wide.new_empty(wide.shape), None if weights is None else weights.new_empty(len(weights))
-    _launch(swiglu_backward, wide, weights, grad.contiguous(), grad_wide, grad_weights)
-    return grad_wide, grad_weights
+    """Return `mlp.swiglu_backward(grad, wide, weights)`; the first result overwrites `wide`."""
+    wide, grad_weights = wide.contiguous(), None if weights is None else weights.new_empty(len(weights))
+    _launch(swiglu_backward, wide, weights, grad.contiguous(), grad_weights)
+    # Autograd does not see what kernels write: another backward pass must not use it.
+    increment_version(wide)
+    return wide.detach(), grad_weights
 
 
 def _launch(kernel: Any, wide: Tensor, weights: Tensor | None, *others: Tensor | None) -> None:

@@ -40,7 +40,7 @@ def errors_on(device: str) -> dict[str, float]:
             case, exact = f"{dtype} {name} {weights is not None}", wide.double()
             factors = None if weights is None else weights.double()
             out, exact_out = swiglu_kernels.forward(wide, weights), swiglu_forward(exact, factors)
-            grad_wide, grad_weights = swiglu_kernels.backward(grad, wide, weights)
+            grad_wide, grad_weights = swiglu_kernels.backward(grad, wide.clone(), weights)
             of_wide, of_weights = swiglu_backward(grad.double(), exact, factors)
             errors |= {f"{case} out": roundings(out, exact_out), f"{case} wide": roundings(grad_wide, of_wide)}
             if grad_weights is not None and of_weights is not None:

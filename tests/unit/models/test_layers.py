@@ -120,7 +120,18 @@ def test_gates_are_those_of_their_definition(dtype: torch.dtype) -> None:
     exact = with_gradients(lambda x: F.silu(x.chunk(2, dim=-1)[0]) * x.chunk(2, dim=-1)[1], wide)
     torch.testing.assert_close(with_gradients(swiglu, wide), exact)
     grad = torch.randn(7, 1, 12).to(dtype)
-    torch.testing.assert_close(mlp.swiglu_backward(grad, wide)[0], mlp.swiglu_backward_in_place(grad, wide))
+    of_wide = mlp.swiglu_backward(grad, wide)[0]
+    torch.testing.assert_close(mlp.swiglu_backward_in_place(grad, wide), of_wide)
+    torch.testing.assert_close(wide, of_wide)  # where it was written
+
+
+def test_a_second_backward_pass_through_gates_is_refused() -> None:
+    """The first one has overwritten what it was given."""
+    wide = torch.randn(7, 1, 24, requires_grad=True)
+    out = swiglu(wide * 1)
+    out.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
 
 
 @pytest.mark.parametrize("total", [torch.float32, torch.bfloat16], ids=str)
