@@ -36,7 +36,7 @@ the first call of the encoder, for which the device waits, takes as long as it d
 """
 SPENT = 0.9
 """Assumed: the share of this that autograd functions without wrappers leave. On a CPU they alone leave 0.88 to 0.95;
-with all that has changed it is 0.81 (`results/host-by-module.md`), but part of that GPUs never did.
+with all that has changed it is 0.82 (`results/host-by-module.md`), but part of that GPUs never did.
 """
 FULL = 0.025
 """Assumed: padding of a graph of text with packs that are as long as samples allow."""

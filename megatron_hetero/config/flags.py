@@ -73,9 +73,12 @@ def read_command(argv: Sequence[str], root: type, *, plans: bool) -> tuple[Tree,
     tree: Tree = {}
     for flag, values in given.items():
         _insert(tree, flag, values, root)
+    settings = merge(tree_of(content, root, file), tree) if file else tree
+    waves = settings.get("schedule", {}).get("waves") if plans else None
+    plans = plans and not (isinstance(waves, Setting) and waves.value == "auto")  # A run with `auto` plans.
     if plans and request is None and "plan" in tree:  # A file may have the section for later plans.
         raise _without_plan(f"--plan.{next(iter(tree['plan']))}")
-    return merge(tree_of(content, root, file), tree) if file else tree, request
+    return settings, request
 
 
 def _estimate_request(given: Mapping[str, list[str]]) -> EstimateRequest | None:

@@ -335,8 +335,10 @@ WITHOUT_EFFECT = [
     ("--checkpoint.resume step-1 --checkpoint.keep_last 3", ["checkpoint.keep_last", "nothing is written"]),
     ("--plan-svg plan.svg", ["--plan-svg: found it without --plan"]),
     ("--plan.tokens 5", ["--plan.tokens: found it without --plan"]),
+    ("--schedule.waves 2 --plan.tokens 5", ["--plan.tokens: found it without --plan"]),
 ]
 WITH_EFFECT = [
+    "--schedule.waves auto --plan.memory_gb h100 --plan.tokens 5",
     f"{DETAIL} --eval.datasets demo --eval.interval 5",
     "--train.profile.start 99 --train.profile.steps 2",
     "--train.profile.start 100",
