@@ -2,7 +2,7 @@
 
 One rank of each layout of `cases` runs on a GPU that computes nothing; from its kernels, their operations, bytes of
 memory and bytes on the wire follow times and MFU by module. So do recorded steps, beside what was measured of them.
-Two processes, ten minutes on two cores, no GPU. Writes `roofline/GPU.md` and `.json` under `benchmarks/results`.
+Two processes, about six minutes on two cores, no GPU. Writes `roofline/GPU.md` and `.json` under `benchmarks/results`.
 """
 
 from __future__ import annotations
