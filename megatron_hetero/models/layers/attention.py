@@ -40,7 +40,6 @@ from megatron_hetero.hf.weight_map import Share, TensorShapes, WeightMap, column
 from megatron_hetero.models.layers.compiled import NormWeights, gated, heads, run
 from megatron_hetero.models.layers.dropout import TokenIds
 from megatron_hetero.models.layers.kernels import HALF, Kernel, kernel_for
-from megatron_hetero.models.layers.linear import Later
 from megatron_hetero.models.layers.norms import Norm
 from megatron_hetero.models.layers.overlapped import (
     Overlapping,
@@ -48,7 +47,6 @@ from megatron_hetero.models.layers.overlapped import (
     chunk_sizes,
     first_in_chunks,
     gather_ahead,
-    later_of,
     second_in_chunks,
 )
 from megatron_hetero.models.layers.parts import AttentionPart, Operations, Site, Tokens, kinds, named
@@ -249,13 +247,10 @@ class TokenMixer(Overlapping):
 
     tp_group: dist.ProcessGroup
 
-    def forward(
-        self, hidden: Tensor, table_2nD: Tensor, params: AttentionParams, beside: Later | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden: Tensor, table_2nD: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor | None]:
         """Map `hidden` [S, 1, hidden] to an output of the same shape, and a bias that the caller adds.
 
-        `table_2nD`: cosines and sines of the rotary embedding. `beside`: gradient of a weight of the MLP, computed
-        beside the first exchange of the backward pass.
+        `table_2nD`: cosines and sines of the rotary embedding.
         """
         first, second = self.linears()
         chunks, tokens = chunk_sizes(self, len(hidden)), table_2nD.shape[1]
@@ -263,16 +258,15 @@ class TokenMixer(Overlapping):
         if len(chunks) > 1:
             order = Order.of_chunks(chunks, self.tp_group.size(), tokens, hidden.device)
         ahead = ahead_of(first, chunks)
-        later = None if ahead is None else later_of(second, first, len(chunks))
         with not_saving(hidden):
-            projected, _ = first_in_chunks(first, hidden, chunks, ahead, params.ids, later)
+            projected, _ = first_in_chunks(first, hidden, chunks, ahead, params.ids)
         out, gate = self._mixed(projected, table_2nD, params, order)
         if ahead is not None:
             with not_saving(hidden):
                 out = gather_ahead(out, hidden, ahead)
         padded = self._padded(out, gate, len(projected) - tokens, order)
         with not_saving(padded):
-            return second_in_chunks(second, padded, chunks, params.ids, later, beside)
+            return second_in_chunks(second, padded, chunks, params.ids)
 
     def _mixed(
         self, projected: Tensor, table_2nD: Tensor, params: AttentionParams, order: Order | None

@@ -8,7 +8,7 @@ A new kind of attention or MLP is a subclass of `AttentionPart` or `MLPPart` who
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from megatron_hetero.groups.megatron import tensor_parallel
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
 from megatron_hetero.models.layers.compiled import NormWeights, added_and_normed, normed, run
 from megatron_hetero.models.layers.norms import Norm
-from megatron_hetero.models.layers.overlapped import later_across
 from megatron_hetero.models.layers.parts import AttentionPart, LayerCall, MLPPart, Operations, Site, Tokens, named
 from megatron_hetero.models.layers.recompute import recompute
 
@@ -100,16 +99,14 @@ class LayerModule(torch.nn.Module):
         return tensor_parallel.checkpoint(function, False, hidden)  # pyright: ignore[reportReturnType]
 
     def _once(self, table_2nD: Tensor, plan: Any, call: LayerCall, hidden: Tensor) -> Tensor:
-        later = later_across(self.self_attention, self.mlp, len(hidden))
-        beside = {} if later is None else {"beside": later}
-        out, bias = self.self_attention(self._normed(self.input_layernorm, hidden), table_2nD, plan, **beside)
+        out, bias = self.self_attention(self._normed(self.input_layernorm, hidden), table_2nD, plan)
         if self.compiled and not self.selective:
             norm = NormWeights.of(self.pre_mlp_layernorm)
             hidden, normed_hidden = run(added_and_normed, out, bias, hidden, *norm)
         else:
             hidden = _added(out, bias, hidden)
             normed_hidden = self._normed(self.pre_mlp_layernorm, hidden)
-        out, bias = self.mlp(normed_hidden, call if later is None else replace(call, later=later))
+        out, bias = self.mlp(normed_hidden, call)
         return _added(out, bias, hidden)
 
     def _normed(self, norm: Any, hidden: Tensor) -> Tensor:

@@ -118,23 +118,6 @@ def _is_shared(parameter: Tensor) -> bool:
     return getattr(parameter, "zero_out_wgrad", False)
 
 
-class Later:
-    """Gradient of a weight, computed in the backward pass of an earlier layer beside an exchange of that layer. The
-    layer of the weight stores the factors here; the earlier layer, which has the weight as a further input, computes
-    their product.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
-        self.factors: tuple[Tensor, Tensor] | None = None
-
-    def gradient(self) -> Tensor:
-        """Return the product of the factors like `gradient_of_weight`, and release them."""
-        assert self.factors is not None, "what follows the earlier layer goes backward first"
-        factors, self.factors = self.factors, None
-        return gradient_of_weight(self.weight, *factors)
-
-
 Sharing = Literal["split", "whole", "none"]
 """How ranks share tokens over tp: each has some of the tokens (`split`); each has all tokens, and computes partial sums
 of their gradients (`whole`); or nothing is exchanged (`none`).
@@ -147,17 +130,16 @@ class ColumnLinear(tensor_parallel.ColumnParallelLinear):
     exchanges_in_chunks = True
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, input_: Tensor, *_: Any, ahead: Any = None, beside: Later | None = None, **__: Any
+        self, input_: Tensor, *_: Any, ahead: Any = None, **__: Any
     ) -> tuple[Tensor, None]:
         """Map [S, 1, in] (or [S / tp, 1, in] with sequence-parallel activations) to [S, 1, out / tp].
 
         Args:
             input_: this rank's tokens.
             ahead: early gather of the input in the backward pass (`overlapped.Ahead`), if any.
-            beside: gradient of another layer's weight, computed beside the exchange of the backward pass.
         """
         sharing = "split" if self.sequence_parallel else "whole" if self.allreduce_dgrad else "none"
-        return _linear(self, input_, self.bias, sharing, ahead=ahead, beside=beside), None
+        return _linear(self, input_, self.bias, sharing, ahead), None
 
 
 class RowLinear(tensor_parallel.RowParallelLinear):
@@ -167,24 +149,14 @@ class RowLinear(tensor_parallel.RowParallelLinear):
 
     exchanges_in_chunks = True
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, input_: Tensor, later: Later | None = None, beside: Later | None = None
-    ) -> tuple[Tensor, None]:
-        """Map [S, 1, in / tp] to [S, 1, out] (or [S / tp, 1, out] with sequence-parallel activations).
-
-        Args:
-            input_: this rank's part of all tokens.
-            later: the gradient of this layer's weight, if an earlier layer computes it.
-            beside: gradient of another layer's weight, computed beside the exchange of the backward pass.
-        """
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Map [S, 1, in / tp] to [S, 1, out] (or [S / tp, 1, out] with sequence-parallel activations)."""
         if self.input_size_per_partition == self.input_size:
             return _linear(self, input_, self.bias), None
         group: Any = self.tp_group
         bias = None if self.bias is None or group.rank() > 0 else self.bias.detach()
         sharing = "split" if self.sequence_parallel else "whole"
-        partial = _linear(self, input_, bias, later=later)
-        other = None if beside is None else beside.weight
-        return _Summed.apply(partial, self.bias, other, sharing, group, beside), None  # pyright: ignore[reportReturnType]
+        return _Summed.apply(_linear(self, input_, bias), self.bias, sharing, group), None  # pyright: ignore[reportReturnType]
 
 
 class WholeLinear(torch.nn.Linear):
@@ -192,21 +164,11 @@ class WholeLinear(torch.nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [S, in] to [S, out]."""
-        return _Linear.apply(input, self.weight, self.bias, None, "none", None, None, None, None)  # pyright: ignore[reportReturnType]
+        return _Linear.apply(input, self.weight, self.bias, "none", None, None)  # pyright: ignore[reportReturnType]
 
 
-def _linear(
-    layer: Any,
-    x: Tensor,
-    bias: Tensor | None = None,
-    sharing: Sharing = "none",
-    *,
-    ahead: Any = None,
-    later: Later | None = None,
-    beside: Later | None = None,
-) -> Tensor:
-    other = None if beside is None else beside.weight
-    return _Linear.apply(x, layer.weight, bias, other, sharing, layer.tp_group, ahead, later, beside)  # pyright: ignore[reportReturnType]
+def _linear(layer: Any, x: Tensor, bias: Tensor | None = None, sharing: Sharing = "none", ahead: Any = None) -> Tensor:
+    return _Linear.apply(x, layer.weight, bias, sharing, layer.tp_group, ahead)  # pyright: ignore[reportReturnType]
 
 
 class _Summed(Function):
@@ -215,11 +177,8 @@ class _Summed(Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, partial: Tensor, bias: Tensor | None, other: Tensor | None, sharing: Sharing,  # noqa: ARG004 (for their gradients)
-        group: dist.ProcessGroup, beside: Later | None,
-    ) -> Tensor:  # fmt: skip
-        ctx.sharing, ctx.group, ctx.beside = sharing, group, beside
+    def forward(ctx: Any, partial: Tensor, bias: Tensor | None, sharing: Sharing, group: dist.ProcessGroup) -> Tensor:  # noqa: ARG004 (for its gradient)
+        ctx.sharing, ctx.group = sharing, group
         out, work = _reduced(partial, group, sharing)
         assert work is not None, "this rank is in the group"
         work.wait()
@@ -230,30 +189,27 @@ class _Summed(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad_partial, work = _gathered(grad, ctx.group, async_op=True) if ctx.sharing == "split" else (grad, None)
-        grad_other = None if ctx.beside is None else ctx.beside.gradient()
         grad_bias = grad.flatten(0, -2).sum(dim=0) if ctx.needs_input_grad[1] else None
         if work is not None:
             work.wait()
-        return grad_partial, grad_bias, grad_other, None, None, None
+        return grad_partial, grad_bias, None, None
 
 
 class _Linear(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None, sharing: Sharing,  # noqa: ARG004 (for its gradient)
-        group: dist.ProcessGroup, ahead: Any, later: Later | None, beside: Later | None,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sharing: Sharing, group: dist.ProcessGroup, ahead: Any
+    ) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] and ahead is None else None, weight)
         # Keep the parameter itself, for its `main_grad`.
-        ctx.parameter, ctx.sharing, ctx.group = weight, sharing, group
-        ctx.ahead, ctx.later, ctx.beside = ahead, later, beside
+        ctx.parameter, ctx.sharing, ctx.group, ctx.ahead = weight, sharing, group, ahead
         whole, _ = _gathered(x, group) if sharing == "split" else (x, None)
         return product(whole, weight.t(), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
-        grad_x = grad_weight = grad_other = reducing = None
+        grad_x = grad_weight = reducing = None
         gathering: list[Any] = []
         # This order overlaps each exchange with a product.
         if ctx.ahead is not None:
@@ -268,16 +224,12 @@ class _Linear(Function):
         if grad_x is not None and ctx.sharing != "none":
             grad_x, reducing = _reduced(grad_x, ctx.group, ctx.sharing)
         rows = grad.flatten(0, -2)
-        if ctx.beside is not None:
-            grad_other = ctx.beside.gradient()
-        if ctx.later is not None:
-            ctx.later.factors = rows.t(), x.flatten(0, -2)
-        elif ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[1]:
             grad_weight = gradient_of_weight(ctx.parameter, rows.t(), x.flatten(0, -2))
         grad_bias = rows.sum(dim=0) if ctx.needs_input_grad[2] else None
         if reducing is not None:
             reducing.wait()
-        return grad_x, grad_weight, grad_bias, grad_other, None, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> tuple[Tensor, dist.Work | None]:

@@ -29,7 +29,7 @@ from megatron_hetero.hf.weight_map import (
     whole,
 )
 from megatron_hetero.models.layers.compiled import activated, run
-from megatron_hetero.models.layers.dropout import ids_of_chunks
+from megatron_hetero.models.layers.dropout import TokenIds, ids_of_chunks
 from megatron_hetero.models.layers.kernels import HALF
 from megatron_hetero.models.layers.overlapped import (
     Overlapping,
@@ -146,16 +146,12 @@ class MLPModule(Overlapping):
         """Return the two linear layers."""
         return self.linear_fc1, self.linear_fc2
 
-    def is_whole(self, tokens: int) -> bool:
-        """Return whether a rank's `tokens` do not pass in chunks that are recomputed."""
-        return not self.recompute.chunks(tokens * self.shards)
-
     def forward(self, hidden: Tensor, call: LayerCall) -> tuple[Tensor, Tensor | None]:
         """Apply the MLP to `hidden` [S, 1, hidden], or [S / tp, 1, hidden] where activations are split. Return the
         output and a bias that the caller adds.
         """
-        if self.is_whole(len(hidden)):
-            return self._at_once(hidden, call)
+        if not self.recompute.chunks(len(hidden) * self.shards):
+            return self._at_once(hidden, call.ids)
         outs, bias = [], None
         chunks = hidden.split(max(1, self.recompute.chunk // self.shards))
         for chunk, ids in zip(chunks, ids_of_chunks(call.ids, chunks), strict=True):
@@ -167,17 +163,17 @@ class MLPModule(Overlapping):
             outs.append(out)
         return torch.cat(outs), bias
 
-    def _at_once(self, hidden: Tensor, call: LayerCall) -> tuple[Tensor, Tensor | None]:
+    def _at_once(self, hidden: Tensor, ids: TokenIds | None) -> tuple[Tensor, Tensor | None]:
         chunks = chunk_sizes(self, len(hidden))
         ahead = ahead_of(self.linear_fc1, chunks)
         with not_saving(hidden):
-            wide, _ = first_in_chunks(self.linear_fc1, hidden, chunks, ahead, call.ids)
+            wide, _ = first_in_chunks(self.linear_fc1, hidden, chunks, ahead, ids)
         product = inner = recompute(self._product, wide) if self.recompute.selective else self._product(wide)
         if ahead is not None:
             with not_saving(hidden):
                 inner = gather_ahead(product, hidden, ahead)
         with not_saving(product):
-            return second_in_chunks(self.linear_fc2, inner, chunks, call.ids, call.later)
+            return second_in_chunks(self.linear_fc2, inner, chunks, ids)
 
     def _product(self, wide: Tensor) -> Tensor:
         """Return the activated gate times up, [..., ffn], from `wide` [..., 2 ffn]; without a gate, return the

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from megatron_hetero.groups.platform import Function
 from megatron_hetero.models.layers.dropout import TokenIds
-from megatron_hetero.models.layers.linear import Later, adds_to_main_grad, gradient_of_weight
+from megatron_hetero.models.layers.linear import adds_to_main_grad, gradient_of_weight
 from megatron_hetero.models.layers.low_rank import with_added
 
 TILE = 64
@@ -39,10 +39,6 @@ class Overlapping(nn.Module):
     def linears(self) -> tuple[Any, Any]:
         """Return the layer that gathers tokens and the layer that reduces them."""
         raise NotImplementedError
-
-    def is_whole(self, tokens: int) -> bool:
-        """Return whether each linear layer is called once for a rank's `tokens`."""
-        return True
 
 
 def overlap_exchanges(model: nn.Module, chunks: int) -> None:
@@ -100,25 +96,6 @@ def ahead_of(layer: Any, chunks: Sequence[int]) -> Ahead | None:
     return Ahead(chunks, layer.tp_group) if gathers and torch.is_grad_enabled() else None
 
 
-def later_of(layer: Any, earlier: Any, chunks: int) -> Later | None:
-    """Return the gradient of a row-parallel layer's weight, to be computed beside an exchange of an `earlier` layer in
-    the backward pass; None if there is no such gradient or exchange, or if exchanges in several `chunks` overlap.
-    """
-    ours = all(getattr(each, "exchanges_in_chunks", False) for each in (layer, earlier))
-    if not (ours and chunks == 1 and torch.is_grad_enabled() and earlier.sequence_parallel):
-        return None
-    return Later(layer.weight) if layer.weight.requires_grad and earlier.weight.requires_grad else None
-
-
-def later_across(earlier: nn.Module, module: nn.Module, tokens: int) -> Later | None:
-    """Return the gradient of the last weight of `module`, to be computed beside the first exchange of the backward pass
-    of `earlier`, for a rank's `tokens`; None if there is no such gradient or exchange.
-    """
-    if not (isinstance(earlier, Overlapping) and isinstance(module, Overlapping) and module.is_whole(tokens)):
-        return None
-    return later_of(module.linears()[1], earlier.linears()[1], max(earlier.exchange_chunks, module.exchange_chunks))
-
-
 def gather_ahead(out: Tensor, x: Tensor, ahead: Ahead) -> Tensor:
     """Return `out` unchanged. When its gradient arrives, start to gather `x` [S / tp, 1, in], which overlaps with the
     backward pass of everything between the layer of `ahead` and `out`: attention or an activation, which release
@@ -128,12 +105,7 @@ def gather_ahead(out: Tensor, x: Tensor, ahead: Ahead) -> Tensor:
 
 
 def first_in_chunks(
-    layer: Any,
-    x: Tensor,
-    chunks: Sequence[int],
-    ahead: Ahead | None = None,
-    ids: TokenIds | None = None,
-    beside: Later | None = None,
+    layer: Any, x: Tensor, chunks: Sequence[int], ahead: Ahead | None = None, ids: TokenIds | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Apply a column-parallel layer to `x` [S / tp, 1, in]. Return [S, 1, out / tp] and a bias that the caller adds.
 
@@ -143,28 +115,20 @@ def first_in_chunks(
         chunks: size of each chunk.
         ahead: early gather of `x` in the backward pass, for which this function need not save `x`.
         ids: token ids for dropout.
-        beside: gradient of another layer's weight, to be computed beside an exchange of this layer's backward pass.
     """
     if len(chunks) == 1:
-        out, bias = layer(x) if ahead is None else layer(x, ahead=ahead, beside=beside)
+        out, bias = layer(x) if ahead is None else layer(x, ahead=ahead)
     else:
         out, bias = _First.apply(x, layer.weight, layer.bias, chunks, layer.tp_group, ahead), None
     return with_added(layer, out, x, chunks, ids), bias  # pyright: ignore[reportArgumentType]
 
 
 def second_in_chunks(
-    layer: Any,
-    x: Tensor,
-    chunks: Sequence[int],
-    ids: TokenIds | None = None,
-    later: Later | None = None,
-    beside: Later | None = None,
+    layer: Any, x: Tensor, chunks: Sequence[int], ids: TokenIds | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Apply a row-parallel layer to `x` [S, 1, in / tp]. Return [S / tp, 1, out] and a bias. See `first_in_chunks`.
-    `later`: the gradient of the layer's weight, if an earlier layer computes it.
-    """
+    """Apply a row-parallel layer to `x` [S, 1, in / tp]. Return [S / tp, 1, out] and a bias. See `first_in_chunks`."""
     if len(chunks) == 1:
-        out, bias = layer(x) if later is None and beside is None else layer(x, later, beside)
+        out, bias = layer(x)
     else:
         out, bias = _Second.apply(x, layer.weight, chunks, layer.tp_group), layer.bias
         if bias is not None and not layer.skip_bias_add:

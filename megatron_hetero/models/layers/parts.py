@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from megatron_hetero.groups.megatron import ModuleGroups, TransformerConfig
     from megatron_hetero.models.layers.balance_loss import Balance
     from megatron_hetero.models.layers.dropout import TokenIds
-    from megatron_hetero.models.layers.linear import Later
 
 
 @dataclass(frozen=True)
@@ -195,7 +194,6 @@ class LayerCall:
         trains: whether a backward pass follows.
         ids: token ids of the shard, for dropout; None without dropout.
         memo: results of the first forward pass that a recomputation of the layer reuses, by name.
-        later: the gradient of the MLP's last weight, if the backward pass of attention computes it.
     """
 
     tokens: int
@@ -203,7 +201,6 @@ class LayerCall:
     trains: bool = True
     ids: TokenIds | None = None
     memo: dict[str, Any] = field(default_factory=dict[str, Any])
-    later: Later | None = None
 
 
 class Part:

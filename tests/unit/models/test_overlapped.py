@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from megatron_hetero.models.layers import attention, layer, mlp
+from megatron_hetero.models.layers import attention, mlp
 from megatron_hetero.models.layers.attention import PackedSelfAttention
-from megatron_hetero.models.layers.linear import ColumnLinear, Later, RowLinear, gradient_of_weight
+from megatron_hetero.models.layers.linear import ColumnLinear, RowLinear, gradient_of_weight
 from megatron_hetero.models.layers.mlp import MLPModule
 from megatron_hetero.models.layers.overlapped import (
     Ahead,
@@ -25,7 +25,6 @@ from megatron_hetero.models.layers.overlapped import (
     chunk_sizes,
     first_in_chunks,
     gather_ahead,
-    later_of,
     overlap_exchanges,
     second_in_chunks,
 )
@@ -180,33 +179,32 @@ def test_steps(family: str, vision: str, text: str, ranks: int, more: str, model
 def test_with_one_chunk_steps_are_the_same_to_the_bit(
     family: str, vision: str, text: str, ranks: int, more: str, models: dict[str, Path]
 ) -> None:
-    """As where each layer gathers its input itself, and computes the gradient of its weight at once."""
+    """As where each layer gathers its input itself."""
     flags = flags_of(models[family], vision, text, f"{more} --optimizer.name sgd")
     found = train(flags, 2)
     without = [mock.patch.object(module, "ahead_of", return_value=None) for module in (attention, mlp)]
-    with without[0], without[1], mock.patch.object(layer, "later_across", return_value=None):
+    with without[0], without[1]:
         expected = train(flags, 2)
     assert_equal(found, expected, exactly=True)
 
 
 @on_ranks(2)
-def test_exchanges_of_a_backward_pass_begin_early_beside_gradients_of_weights() -> None:
-    """The order of issue of a pair of layers with an activation between them, and of a further layer before these."""
+def test_an_input_is_gathered_beside_the_activation() -> None:
+    """The order of issue of a pair of layers with an activation between them."""
     group, rank, done = world(), dist.get_rank(), list[str]()
-    layers: list[Any] = [object.__new__(kind) for kind in (RowLinear, ColumnLinear, RowLinear)]
-    before, first, second = layers
-    for each, shape in ((before, (5, 6)), (first, (6, 5)), (second, (5, 6))):
+    layers: list[Any] = [object.__new__(kind) for kind in (ColumnLinear, RowLinear)]
+    first, second = layers
+    for each, shape in ((first, (6, 5)), (second, (5, 6))):
         nn.Module.__init__(each)
         each.weight = nn.Parameter(shared(*shape, seed=rank))
         each.bias, each.sequence_parallel, each.tp_group = None, True, group
         each.allreduce_dgrad, each.input_size_per_partition, each.input_size = False, 6, 12
-    x = shared(8, 1, 6, seed=9).requires_grad_()
-    ahead, later = ahead_of(first, (4,)), later_of(second, before, 1)
+    hidden = shared(4, 1, 5, seed=9).requires_grad_()
+    ahead = ahead_of(first, (4,))
     assert ahead is not None
-    hidden, _ = second_in_chunks(before, x, (4,), beside=later)
     wide, _ = first_in_chunks(first, hidden, (4,), ahead)
     wide.register_hook(lambda _: done.append("activation"))
-    out, _ = second_in_chunks(second, gather_ahead(wide.relu(), hidden, ahead), (4,), later=later)
+    out, _ = second_in_chunks(second, gather_ahead(wide.relu(), hidden, ahead), (4,))
     names = {id(each.weight): f"weight {number}" for number, each in enumerate(layers)}
 
     def noted(name: str, function: Any) -> Any:
@@ -222,11 +220,10 @@ def test_exchanges_of_a_backward_pass_begin_early_beside_gradients_of_weights() 
         mock.patch("megatron_hetero.models.layers.linear.gradient_of_weight", gradient),
     ):
         out.backward(torch.ones_like(out))
-    assert done == ["gather", "gather", "activation", "reduce", "weight 1", "gather", "weight 2", "weight 0"]
-    assert isinstance(later, Later) and later.factors is None and gradient_of(second.weight).shape == (5, 6)
+    assert done == ["gather", "weight 1", "gather", "activation", "reduce", "weight 0"]
 
 
-def test_nothing_is_gathered_early_or_computed_late_without_a_backward_pass_or_for_frozen_weights() -> None:
+def test_nothing_is_gathered_early_without_a_backward_pass_or_for_frozen_weights() -> None:
     def linear(**own: Any) -> Any:
         weight = nn.Parameter(torch.ones(2, 2))
         return SimpleNamespace(
@@ -234,9 +231,7 @@ def test_nothing_is_gathered_early_or_computed_late_without_a_backward_pass_or_f
         )
 
     whole, frozen, alone = linear(), linear(weight=torch.ones(2, 2)), nn.Linear(1, 1)
-    assert ahead_of(whole, (4,)) is not None and later_of(whole, whole, 1) is not None
+    assert ahead_of(whole, (4,)) is not None
     assert [ahead_of(each, (4,)) for each in (frozen, alone, linear(sequence_parallel=False))] == [None] * 3
-    pairs = (frozen, whole), (whole, frozen), (alone, whole), (whole, alone), (whole, linear(sequence_parallel=False))
-    assert [later_of(*pair, 1) for pair in pairs] == [None] * 5 and later_of(whole, whole, 2) is None
     with torch.no_grad():
-        assert ahead_of(whole, (4,)) is None and later_of(whole, whole, 1) is None
+        assert ahead_of(whole, (4,)) is None
