@@ -12,8 +12,8 @@ in a single process.
 
 An exchange of rows is started and finished by two autograd functions, in both passes. What the program does between
 them runs beside the exchange: the sort by expert beside the rows, a shared MLP beside the results. In the backward pass
-so do the recomputation of hidden activations, and the gradient of the experts' first weight (`Crossing.beside`). The
-order in which exchanges are issued is that of the program and its reverse, whatever the data are.
+so does the recomputation of hidden activations (`Crossing.beside`). The order in which exchanges are issued is that of
+the program and its reverse, whatever the data are.
 
 With ep ranks and k experts per token, uniform routing sends ep (1 - (1 - 1/ep)^k) rows per token, of which one in ep
 stays on its rank: never more than an all-gather, which sends each token to every rank.
@@ -122,11 +122,11 @@ class Crossing:
     """An exchange of rows in the forward pass, and of their gradients in the backward pass, each of which one autograd
     function starts and another one finishes.
 
-    `beside`: work to do beside the exchange of the backward pass. It may return the gradient of a weight.
+    `beside`: work to do beside the exchange of the backward pass.
     """
 
     exchange: RowExchange
-    beside: Callable[[], Tensor | None] = lambda: None
+    beside: Callable[[], None] = lambda: None
     # The work, its result, and the tensor that is sent, which must live until the work is done.
     _flying: tuple[Any, Tensor, Tensor] | None = None
 
@@ -160,48 +160,40 @@ STAY = Move()
 
 
 class _Started(Function):
-    """Autograd function that moves rows and starts their exchange. `weight`: a weight whose gradient is computed beside
-    the exchange of the backward pass, if any.
-    """
+    """Autograd function that moves rows and starts their exchange."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, crossing: Crossing, move: Move) -> Tensor:  # noqa: ARG004 (for its gradient)
+    def forward(ctx: Any, x: Tensor, crossing: Crossing, move: Move) -> Tensor:
         ctx.crossing, ctx.move = crossing, move
         return crossing.start(move(x))
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        grad_weight = ctx.crossing.beside()
-        return ctx.move(ctx.crossing.finish(), adjoint=True), grad_weight, None, None
+        ctx.crossing.beside()
+        return ctx.move(ctx.crossing.finish(), adjoint=True), None, None
 
 
 class _Finished(Function):
-    """Autograd function that finishes the exchange of rows and moves them. `again`: a function of the received rows to
-    call before their gradients are sent, if any; only for it rows are saved.
-    """
+    """Autograd function that finishes the exchange of rows and moves them."""
 
     @staticmethod
-    def forward(ctx: Any, _: Tensor, crossing: Crossing, move: Move, again: Callable[[Tensor], None] | None) -> Tensor:
-        ctx.crossing, ctx.move, ctx.again = crossing, move, again
-        out = move(crossing.finish())
-        ctx.save_for_backward(out if again is not None else None)
-        return out
+    def forward(ctx: Any, _: Tensor, crossing: Crossing, move: Move) -> Tensor:
+        ctx.crossing, ctx.move = crossing, move
+        return move(crossing.finish())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if ctx.again is not None:
-            ctx.again(*ctx.saved_tensors)
-        return ctx.crossing.start(ctx.move(grad, adjoint=True), back=True), None, None, None
+        return ctx.crossing.start(ctx.move(grad, adjoint=True), back=True), None, None
 
 
-def start(x: Tensor, crossing: Crossing, move: Move, weight: Tensor | None = None) -> Tensor:
+def start(x: Tensor, crossing: Crossing, move: Move) -> Tensor:
     """Move `x` and start `crossing`. Return a tensor that stands for the received rows until `finish`."""
-    return _Started.apply(x, weight, crossing, move)  # pyright: ignore[reportReturnType]
+    return _Started.apply(x, crossing, move)  # pyright: ignore[reportReturnType]
 
 
-def finish(x: Tensor, crossing: Crossing, move: Move = STAY, again: Callable[[Tensor], None] | None = None) -> Tensor:
-    """Finish `crossing`, whose `start` has returned `x`, and move the received rows. `again`: see `_Finished`."""
-    return _Finished.apply(x, crossing, move, again)  # pyright: ignore[reportReturnType]
+def finish(x: Tensor, crossing: Crossing, move: Move = STAY) -> Tensor:
+    """Finish `crossing`, whose `start` has returned `x`, and move the received rows."""
+    return _Finished.apply(x, crossing, move)  # pyright: ignore[reportReturnType]
 
 
 class Sizes(NamedTuple):

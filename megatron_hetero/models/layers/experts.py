@@ -28,7 +28,7 @@ from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, TensorSlice
 from megatron_hetero.layout.axes import EXPERTS
 from megatron_hetero.models.layers.compiled import activated, run
 from megatron_hetero.models.layers.dispatch import Crossing, Dispatch, Move, add_up, block, finish, start, take
-from megatron_hetero.models.layers.grouped import Ends, Later, Matrices, grouped_linear, is_grouped
+from megatron_hetero.models.layers.grouped import Ends, Matrices, grouped_linear, is_grouped
 from megatron_hetero.models.layers.low_rank import ExpertsLowRank
 from megatron_hetero.models.layers.mlp import MLP, swiglu
 from megatron_hetero.models.layers.parts import LayerCall, MLPPart, Operations, Site, Tokens, named
@@ -240,35 +240,17 @@ class _Experts(torch.nn.Module):
             return add_up(out, dispatch.pairs)
         of_weights, there = Crossing(dispatch.exchange), Crossing(dispatch.exchange)
         received = dispatch.start_weights(weights, of_weights)
-        later = self._later(tokens)
-        if later is not None:
-            there.beside = later.gradient
-        rows = start(tokens, there, Move(dispatch.rows), None if later is None else later.weight)
+        rows = start(tokens, there, Move(dispatch.rows))
         weights = dispatch.finish_weights(received, of_weights)
-
-        def take_again(rows: Tensor) -> None:
-            if later is not None:
-                later.x = take(rows, dispatch.pairs)
-
-        rows = finish(rows, there, again=None if later is None or later.saves else take_again)
-        out, compute = self.of_pairs(rows, weights, dispatch, later)
+        out, compute = self.of_pairs(finish(rows, there), weights, dispatch)
         back = Crossing(dispatch.exchange.back, compute)
         out = start(out, back, Move(dispatch.pairs, adds=True))
         beside()
         return finish(out, back, Move(dispatch.rows, adds=True))
 
-    def _later(self, tokens: Tensor) -> Later | None:
-        """Return the gradient of the first weight, to be computed beside the exchange of the gradients of rows."""
-        weight, lora, _ = self._matrices("first")[:3]
-        is_later = weight.requires_grad and tokens.requires_grad and lora is None and not self.limit
-        return Later(weight, self.again) if is_later and torch.is_grad_enabled() else None
-
-    def of_pairs(
-        self, rows: Tensor, weights: Tensor, dispatch: Dispatch, later: Later | None = None
-    ) -> tuple[Tensor, Callable[[], None]]:
+    def of_pairs(self, rows: Tensor, weights: Tensor, dispatch: Dispatch) -> tuple[Tensor, Callable[[], None]]:
         """Apply the experts to the pairs of `rows` [rows, hidden] with routing `weights` [pairs]. Return the results
-        [pairs, hidden], and a function that computes ahead what their backward pass recomputes. `later`: the gradient
-        of the first weight, if it is computed elsewhere.
+        [pairs, hidden], and a function that computes ahead what their backward pass recomputes.
         """
         first, second = self._matrices("first"), self._matrices("second")
         widths = (*first.weight.shape[1:], second.weight.shape[2])
@@ -276,18 +258,18 @@ class _Experts(torch.nn.Module):
         if self.again and not 0 < self.limit < len(dispatch.choice):
 
             def hidden(rows: Tensor, weights: Tensor) -> Tensor:
-                return self._inner(grouped_linear(take(rows, dispatch.pairs), first, ends, later), weights)
+                return self._inner(grouped_linear(take(rows, dispatch.pairs), first, ends), weights)
 
             inner = recompute(hidden, rows, weights)
         else:
             # Copy rows inside this module, since `not_saving` does not recognise tensors that FSDP2 has passed on.
-            x = take(rows, dispatch.pairs) if later else recompute(lambda rows: take(rows, dispatch.pairs), rows)
+            x = recompute(lambda rows: take(rows, dispatch.pairs), rows)
             if 0 < self.limit < len(x):
                 plan = chunks(dispatch.host_ends, self.limit), ends, self._inner, (first.scale, second.scale)
                 with not_saving(x):
                     return _Chunked.apply(x, weights, plan, *first[:3], *second[:3]), lambda: None  # pyright: ignore[reportReturnType]
             with not_saving(x):
-                wide = grouped_linear(x, first, ends, later)
+                wide = grouped_linear(x, first, ends)
             inner = recompute(self._inner, wide, weights)
         with not_saving(inner):
             out = grouped_linear(inner, second, ends)

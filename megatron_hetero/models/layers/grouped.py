@@ -8,7 +8,6 @@ A [r, in] and B [out, r] are the low-rank matrices of an adapter of W [out, in] 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -85,54 +84,21 @@ class Matrices(NamedTuple):
         return low if self.scale == 1 else low.mul_(self.scale)
 
 
-@dataclass(eq=False)
-class Later:
-    """The gradient of a weight of groups, computed beside an exchange of the backward pass, as in `linear.Later`.
-
-    Attributes:
-        weight: the weight, [groups, out, in].
-        saves: whether the product with the weight saves its input; otherwise `x` is set before `gradient` is called.
-        grad, x, ends: the factors, which the backward pass of the product sets: the gradient of its output, its
-            input, and where the rows of each group end.
+def grouped_linear(x: Tensor, matrices: Matrices, ends: Ends) -> Tensor:
+    """Multiply each row of `x` [rows, in] by the matrices of its group. Return [rows, out]. `ends`: where the rows of
+    each group end; the last group ends at the last row.
     """
-
-    weight: Tensor
-    saves: bool
-    grad: Tensor | None = None
-    x: Tensor | None = None
-    ends: Ends = ()
-
-    def gradient(self) -> Tensor:
-        """Return the gradient of the weight, and release its factors."""
-        grad, x = self.grad, self.x
-        assert grad is not None and x is not None, "the product goes backward first"
-        self.grad = self.x = None
-        return outer_products(grad, x, self.ends, self.weight)
-
-
-def grouped_linear(x: Tensor, matrices: Matrices, ends: Ends, later: Later | None = None) -> Tensor:
-    """Multiply each row of `x` [rows, in] by the matrices of its group. Return [rows, out].
-
-    Args:
-        x: the rows.
-        matrices: the matrices of each group.
-        ends: where the rows of each group end; the last group ends at the last row.
-        later: the gradient of the weight, if it is computed elsewhere.
-    """
-    weight = matrices.weight if later is None else matrices.weight.detach()
-    return _GroupedLinear.apply(x, ends, later, matrices.scale, weight, *matrices[1:3])  # pyright: ignore[reportReturnType]
+    return _GroupedLinear.apply(x, ends, matrices.scale, *matrices[:3])  # pyright: ignore[reportReturnType]
 
 
 class _GroupedLinear(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, ends: Ends, later: Later | None, scale: float,
-        weight: Tensor, a: Tensor | None, b: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, x: Tensor, ends: Ends, scale: float, weight: Tensor, a: Tensor | None, b: Tensor | None
+    ) -> Tensor:
         out, low = Matrices(weight, a, b, scale).forward(x, ends)
-        saves = any(ctx.needs_input_grad[4:6]) if later is None else later.saves
-        ctx.save_for_backward(x if saves else None, low, weight, a, b)
-        ctx.ends, ctx.later, ctx.scale = ends, later, scale
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[3:5]) else None, low, weight, a, b)
+        ctx.ends, ctx.scale = ends, scale
         return out
 
     @staticmethod
@@ -143,9 +109,7 @@ class _GroupedLinear(Function):
             grad_x, grad_low = matrices.backward(grad, ends)
         else:
             grad_x, grad_low = None, matrices.backward_low(grad, ends)
-        if ctx.later is not None:
-            ctx.later.grad, ctx.later.x, ctx.later.ends = grad, x, ends
-        return grad_x, None, None, None, *matrices.gradients(grad, x, low, grad_low, ends, ctx.needs_input_grad[4:])
+        return grad_x, None, None, *matrices.gradients(grad, x, low, grad_low, ends, ctx.needs_input_grad[3:])
 
 
 def products(x: Tensor, matrices: Tensor, ends: Ends) -> Tensor:

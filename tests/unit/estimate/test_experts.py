@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from megatron_hetero.estimate.problems import problems_of
 from megatron_hetero.estimate.report import print_estimate
 from megatron_hetero.estimate.search import experts_over_more_ranks, find_fitting, planned
 from megatron_hetero.layout.context import AttentionSegments
+from megatron_hetero.models.layers import experts
 
 MakeMoe = Callable[..., Estimate]
 DENSE, SPARSE = Submodule("layer", 0), Submodule("layer", 1)
@@ -115,14 +117,12 @@ def test_saved_bytes_are_those_of_rows_and_hidden_activations(make_moe: MakeMoe)
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("text", ["dp:8,ep:8", "dp:8,ep:2", "tp:4,dp:2,ep:8"])
 def test_exchanges_beside_other_work_take_no_more_memory(text: str, recompute: str, make_moe: MakeMoe) -> None:
-    """Than the backward pass of the experts' first product without exchanges: its input, the gradients of input and
-    weight, and those of hidden states.
-    """
-    plan, ranks = make_moe(8, text), int(text[-1])
+    """Than where nothing is computed ahead beside them."""
+    plan = make_moe(8, text)
     for imbalance in (1.0, 1.5):
-        pairs = 8 * 4096 * imbalance / plan.job.text.layout.tp
-        most = 2 * (2 * pairs * 2048 + 128 // ranks * 2 * 768 * 2048 + 3 * 4096 * 2048)
-        assert measured(plan, imbalance=imbalance, recompute=recompute).backward <= most
+        found = measured(plan, imbalance=imbalance, recompute=recompute)
+        with mock.patch.object(experts, "ahead", return_value=lambda: None):
+            assert found == measured(plan, imbalance=imbalance, recompute=recompute)
 
 
 def test_experts_that_are_recomputed_save_no_gate_and_up(make_moe: MakeMoe) -> None:

@@ -168,12 +168,11 @@ def test_chunks_count_tokens() -> None:
         cut.assert_called_once_with(mock.ANY, 2046)
 
 
-AHEAD = ["send", "inner", "wait", "product", "send", "send", "product", "wait", "wait"]
+AHEAD = ["send", "inner", "wait", "product", "product", "send", "send", "wait", "wait"]
 BACKWARD = {
     "none": AHEAD,
     "experts": AHEAD,
-    "none, and large activations": ["send", "wait", "inner", "product", "send", "send", "product", "wait", "wait"],
-    # Both gradients at once, and nothing ahead.
+    "none, and large activations": ["send", "wait", "inner", "product", "product", "send", "send", "wait", "wait"],
     "chunks": ["send", "wait", *["inner", "product", "product"] * 3, "send", "send", "wait", "wait"],
 }
 
@@ -181,7 +180,7 @@ BACKWARD = {
 @pytest.mark.parametrize("how", BACKWARD)
 def test_what_runs_beside_exchanges(how: str) -> None:
     """Results are sent back beside what the program computes there, and in the backward pass: the gradients of results
-    beside hidden activations, those of weights and rows beside the gradient of the first weight.
+    beside hidden activations.
     """
     events, real = list[str](), RowExchange.run
 
