@@ -273,10 +273,7 @@ class _Experts(torch.nn.Module):
             inner = recompute(self._inner, wide, weights)
         with not_saving(inner):
             out = grouped_linear(inner, second, ends)
-        # Hidden activations that are computed ahead live beside received gradients. They must not raise the peak, which
-        # the backward pass of the first product has otherwise, with its input and the gradients of input and weight.
-        fits = self.again or rows.numel() + 2 * inner.numel() <= out.numel() + self.first.numel()
-        return out, ahead(inner) if fits else lambda: None
+        return out, ahead(inner)
 
     def _matrices(self, name: str) -> Matrices:
         """Return the parameter `name` as one matrix per expert, with the matrices of its adapter, if any."""

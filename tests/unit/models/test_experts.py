@@ -172,7 +172,7 @@ AHEAD = ["send", "inner", "wait", "product", "product", "send", "send", "wait", 
 BACKWARD = {
     "none": AHEAD,
     "experts": AHEAD,
-    "none, and large activations": ["send", "wait", "inner", "product", "product", "send", "send", "wait", "wait"],
+    # Nothing ahead.
     "chunks": ["send", "wait", *["inner", "product", "product"] * 3, "send", "send", "wait", "wait"],
 }
 
@@ -197,7 +197,7 @@ def test_what_runs_beside_exchanges(how: str) -> None:
 
     recompute = Recompute("experts" if how == "experts" else "none", chunk=255 * (how == "chunks"))
     site: Any = SimpleNamespace(recompute=recompute, compile_layers=False)
-    part = ExpertMLP(64, 128 if "large" in how else 16, 4, 4, "mlp.")
+    part = ExpertMLP(64, 16, 4, 4, "mlp.")
     module = _Experts(part, 2, site, {"dtype": torch.bfloat16, "device": "meta"})
     tokens, weights = (torch.empty(256, n, dtype=torch.bfloat16, device="meta") for n in (64, 4))
     dispatch = Dispatch.of(torch.empty(256, 4, dtype=torch.int64, device="meta"), 4, SilentGroup(2))
