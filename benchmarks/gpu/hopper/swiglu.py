@@ -14,7 +14,7 @@ from benchmarks.gpu.hopper.timing import medians_ms
 from benchmarks.gpu.record import Record
 from megatron_hetero.groups.platform import Platform, compiled
 from megatron_hetero.models.layers.compiled import activated, run
-from megatron_hetero.models.layers.mlp import swiglu, swiglu_backward, swiglu_forward
+from megatron_hetero.models.layers.mlp import swiglu, swiglu_forward
 
 SIZES = {"7B tp:4": (8208, 4736), "32B tp:8": (8208, 3456), "encoder sp:8": (648, 3420)}
 """Tokens, and the width of gate and of up."""
@@ -52,7 +52,13 @@ class _AnyWidth(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return compiled(swiglu_backward)(grad, *ctx.saved_tensors)[0]
+        return compiled(_backward)(grad, *ctx.saved_tensors)
+
+
+def _backward(grad: Tensor, wide: Tensor) -> Tensor:
+    gate, up = wide.chunk(2, dim=-1)
+    grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
+    return torch.cat((grad_gate, grad * F.silu(gate)), dim=-1)
 
 
 def _variants(platform: Platform) -> dict[str, Callable[[Tensor], Tensor]]:

@@ -120,9 +120,7 @@ class RowExchange:
 @dataclass(eq=False)
 class Crossing:
     """An exchange of rows in the forward pass, and of their gradients in the backward pass, each of which one autograd
-    function starts and another one finishes.
-
-    `beside`: work to do beside the exchange of the backward pass.
+    function starts and another one finishes. `beside`: work to do beside the exchange of the backward pass.
     """
 
     exchange: RowExchange

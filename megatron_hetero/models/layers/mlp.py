@@ -1,7 +1,7 @@
 """MLPs: their description as values, and their torch module.
 
 SwiGLU is SiLU of the gate times up (Shazeer 2020, arXiv 2002.05202). On GPUs with a compiler it is a single kernel per
-pass, of Triton in half precision (`swiglu_kernels`), otherwise several kernels.
+pass (`swiglu_kernels`), otherwise several kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from megatron_hetero.hf.weight_map import (
 )
 from megatron_hetero.models.layers.compiled import activated, run
 from megatron_hetero.models.layers.dropout import TokenIds, ids_of_chunks
-from megatron_hetero.models.layers.kernels import HALF
 from megatron_hetero.models.layers.overlapped import (
     Overlapping,
     ahead_of,
@@ -196,26 +195,14 @@ def swiglu(wide: Tensor, weights: Tensor | None = None) -> Tensor:
     return _SwiGLU.apply(wide, None) * weights[:, None]  # pyright: ignore[reportOperatorIssue, reportReturnType]
 
 
-def swiglu_forward(wide: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Compute the forward pass of `swiglu`."""
+def swiglu_forward(wide: Tensor) -> Tensor:
+    """Compute the forward pass of `swiglu` without weights and without a compiler."""
     gate, up = wide.chunk(2, dim=-1)
-    product = F.silu(gate).mul_(up)
-    return product if weights is None else product.mul_(weights[:, None])
+    return F.silu(gate).mul_(up)
 
 
-def swiglu_backward(grad: Tensor, wide: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Compute the backward pass of `swiglu`, as a function to be compiled."""
-    (gate, up), grad_weights = wide.chunk(2, dim=-1), None
-    activated = F.silu(gate)
-    if weights is not None:
-        grad_weights = (grad * activated * up).sum(dim=-1)
-        grad = grad * weights[:, None]
-    grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
-    return torch.cat((grad_gate, grad * activated), dim=-1), grad_weights
-
-
-def swiglu_backward_in_place(grad: Tensor, wide: Tensor) -> Tensor:
-    """Compute the backward pass of `swiglu` without weights and without a compiler. The gradient overwrites `wide`."""
+def swiglu_backward(grad: Tensor, wide: Tensor) -> Tensor:
+    """Compute the backward pass of `swiglu_forward`. The gradient overwrites `wide`."""
     gate, up = wide.chunk(2, dim=-1)
     grad_gate = grad * up
     torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
@@ -232,24 +219,15 @@ class _SwiGLU(Function):
     @staticmethod
     def forward(ctx: Any, wide: Tensor, weights: Tensor | None) -> Tensor:
         ctx.save_for_backward(wide, weights)
-        return _passes(wide)[0](wide, weights) if compiles_for(wide) else swiglu_forward(wide)
+        return _kernels().forward(wide, weights) if compiles_for(wide) else swiglu_forward(wide)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         wide, weights = ctx.saved_tensors
-        if compiles_for(wide):
-            return _passes(wide)[1](grad, wide, weights)
-        return swiglu_backward_in_place(grad, wide), None
+        return _kernels().backward(grad, wide, weights) if compiles_for(wide) else (swiglu_backward(grad, wide), None)
 
 
-def _passes(wide: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the functions that compute the forward and the backward pass where there is a compiler."""
-    if wide.is_cuda and wide.dtype in HALF:
-        return _triton_passes()
-    return partial(run, swiglu_forward), partial(run, swiglu_backward)
-
-
-def _triton_passes() -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _kernels() -> Any:
     from megatron_hetero.models.layers import swiglu_kernels  # Triton comes with PyTorch for GPUs.
 
-    return swiglu_kernels.forward, swiglu_kernels.backward
+    return swiglu_kernels
