@@ -113,10 +113,9 @@ def _start(arguments: Sequence[str], files: Path) -> subprocess.Popen[str]:
 
 
 def _predicted(step: Step, events: Sequence[Event], gpu: Gpu, assumed: Assumed = USUAL) -> Prediction:
-    pictures = step.samples * step.layouts.replicas
-    micro_batches = assumed.micro_batches or step.micro_batches
+    micro_batches = max(1, assumed.micro_batches // step.layouts.waves) if assumed.micro_batches else step.micro_batches
     times = phase_times(events, micro_batches, gpu, assumed)
-    return Prediction(times, micro_batches, step.flops, pictures * step.picture.patches, WORLD, gpu)
+    return Prediction(times, micro_batches, step.flops, step.pictures * step.picture.patches, WORLD, gpu)
 
 
 def _replayed(share: Recorded, counted: Mapping[str, Any]) -> Replayed:

@@ -83,7 +83,8 @@ PICTURES = (
 @dataclass(frozen=True)
 class Layouts:
     """Of both modules, over eight ranks. `kind`: as the published table calls it. `replicas`: of the text module.
-    `label`: what the flags `more` do, or what computes. `packages`: see `Case`.
+    `label`: what the flags `more` do, or what computes. `packages`: see `Case`. `waves`: micro-batches whose pictures
+    share a call of the encoder.
     """
 
     kind: str
@@ -93,9 +94,14 @@ class Layouts:
     label: str = ""
     more: str = ""
     packages: tuple[str, ...] = ()
+    waves: int = 1
 
     def __str__(self) -> str:
         return f"{self.vision}|{self.text} {self.label}".strip()
+
+    def in_waves_of(self, waves: int) -> Layouts:
+        """The same, where so many micro-batches' pictures share a call of the encoder."""
+        return replace(self, label=f"{self.label} waves of {waves}".strip(), waves=waves)
 
     @property
     def overlapped(self) -> Layouts:
@@ -106,14 +112,24 @@ class Layouts:
 
 FLA = ("fla", "causal_conv1d")
 ZERO3 = Layouts("ZeRO-3", "dp:8", "dp:8", 8, "ZeRO-3", "--vision-zero 3 --text-zero 3")
+SP_TP4, SP_TP2, SP_TP8 = (Layouts("sp|tp", "sp:8", f"tp:{n}" + f",dp:{8 // n}" * (n < 8), 8 // n) for n in (4, 2, 8))
 LAYOUTS = {
     "7b": (
-        Layouts("sp|tp", "sp:8", "tp:4,dp:2", 2),
-        Layouts("sp|tp", "sp:8", "tp:2,dp:4", 4),
+        SP_TP4,
+        SP_TP4.in_waves_of(4),
+        SP_TP2,
+        SP_TP2.in_waves_of(4),
         Layouts("uniform tp", "tp:4,dp:2", "tp:4,dp:2", 2),
         ZERO3,
     ),
-    "32b": (Layouts("sp|tp", "sp:8", "tp:8", 1), Layouts("uniform tp", "tp:8", "tp:8", 1), ZERO3),
+    "32b": (
+        SP_TP8,
+        SP_TP8.in_waves_of(4),
+        replace(SP_TP4, label="ZeRO-2", more="--text-zero 2"),
+        replace(SP_TP4, label="ZeRO-2", more="--text-zero 2").in_waves_of(4),
+        Layouts("uniform tp", "tp:8", "tp:8", 1),
+        ZERO3,
+    ),
     "30b_a3b": (
         Layouts("sp|tp", "sp:8", "dp:8,ep:8", 8),
         Layouts("sp|tp", "dp:8", "dp:8,ep:8", 8),
@@ -137,8 +153,8 @@ FAMILIES = {"30b_a3b": "qwen3_vl", "9b": "qwen3_5"}
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a model; its micro-batches are alike, so that one of them is run. `recomputed`: modules, each with the
-    level where it is not `full`. `packages`: what the device has besides those of the layout.
+    """A step of a model; its micro-batches are alike, so that one of them is run, or one wave. `recomputed`: modules,
+    each with the level where it is not `full`. `packages`: what the device has besides those of the layout.
     """
 
     model: str
@@ -155,15 +171,20 @@ class Step:
         return max(fitting, default=1)
 
     @property
+    def pictures(self) -> int:
+        """Of a micro-batch, or of a wave, over all replicas."""
+        return self.samples * self.layouts.replicas * self.layouts.waves
+
+    @property
     def micro_batches(self) -> int:
-        """Of a step; one where replicas are more than samples of the published batch."""
-        return max(1, self.picture.batch // (self.layouts.replicas * self.samples))
+        """Of a step, or waves; one where replicas are more than samples of the published batch."""
+        return max(1, self.picture.batch // self.pictures)
 
     @property
     def case(self) -> Case:
-        """One micro-batch, on the first rank."""
-        samples = f"--train.global_batch_size {self.layouts.replicas * self.samples}"
-        samples += f" --train.micro_batch_size {self.samples}"
+        """One micro-batch or wave, on the first rank."""
+        samples = f"--train.global_batch_size {self.pictures} --train.micro_batch_size {self.samples}"
+        samples += f" --schedule.waves {self.layouts.waves}" * (self.layouts.waves > 1)
         side = self.picture.side // 14 * (16 if self.model in FAMILIES else 14)
         sizes = f"--plan.image_side {side} --plan.tokens {self.picture.tokens}"
         levels = (f"{each} full".split()[:2] for each in self.recomputed)
@@ -181,9 +202,9 @@ class Step:
 
     @cached_property
     def flops(self) -> dict[str, int]:
-        """Model FLOPs of a micro-batch by module, over all replicas."""
+        """Model FLOPs of a micro-batch or wave by module, over all replicas."""
         job = JobSpec.of(load_config(self.case.flags), WORLD)
-        assumed, pictures = AssumedBatch.of(job), self.samples * self.layouts.replicas
+        assumed, pictures = AssumedBatch.of(job), self.pictures
         text, vision = job.shapes.text, job.shapes.encoders["vision"]
         sizes = assumed.sample.sizes["vision"] * pictures
         tokens = Tokens((assumed.sample.tokens,) * pictures, supervised=assumed.sample.supervised * pictures)
@@ -199,7 +220,7 @@ def overlapped(model: str, picture: Picture) -> list[Layouts]:
     """
     if model in FAMILIES:
         return []
-    return [each.overlapped for each in LAYOUTS[model] if each is not ZERO3 and picture is PICTURES[0]]
+    return [each.overlapped for each in LAYOUTS[model] if not each.label and picture is PICTURES[0]]
 
 
 def steps(gpu: Gpu, models: Iterable[str] = LAYOUTS, sides: Collection[int] = ()) -> list[Step]:

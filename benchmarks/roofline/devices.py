@@ -39,7 +39,7 @@ AHEAD = 850
 
 # -------------------------------------------------------------------------------------------------------------- assumed
 
-TODAY = 1.0
+TODAY = 0.82
 """The host's time of a micro-batch over that of the recorded code, as `benchmarks.host` measures it on a CPU."""
 LINKS = 0.82
 """Share of the links' bandwidth that collectives in a node reach: 370 of 450 GB/s a direction."""

@@ -47,8 +47,7 @@ class IssuedStep:
         began: when the step began, by `time.perf_counter`, including the `waited` seconds for its batch.
         ended: function that waits for the device, and returns the time of the end (see `Platform.mark`).
         laps: function that then returns the `Laps` of the step.
-        memory: peak memory before the update.
-        stopping: whether this rank was asked to stop.
+        memory, stopping: peak memory before the update, and whether this rank was asked to stop.
         balance: load-balancing loss of this rank.
         loads: the result of `take_loads`.
         table: losses and squared norms of all ranks; None if nothing was trained.
@@ -95,9 +94,8 @@ class Trainer:
 
     def train_step(self, step: int, batch: StepBatch, waited: float = 0.0, stop: object = False) -> StepMetrics:
         """Issue a step, and read it; see `issue_step` and `read_step`."""
+        assert not self.issued, "all earlier steps have been read"
         self.issue_step(step, batch, waited, stop)
-        while len(self.issued) > 1:
-            self.read_step()
         return self.read_step()
 
     def issue_step(self, step: int, batch: StepBatch, waited: float = 0.0, stop: object = False) -> None:

@@ -49,23 +49,11 @@ NO_KERNELS = frozenset(
 """Ops that look at memory, or make room in it."""
 
 
-def swiglu_forward(wide: Tensor, weights: Tensor | None) -> Tensor:
-    """In place of the Triton kernel."""
-    out = mlp.swiglu_forward(wide)
-    return out if weights is None else out.mul_(weights[:, None])
-
-
-def swiglu_backward(grad: Tensor, wide: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """In place of the Triton kernel."""
-    grad_weights = None if weights is None else (grad * mlp.swiglu_forward(wide)).sum(-1)
-    return mlp.swiglu_backward(grad if weights is None else grad * weights[:, None], wide), grad_weights
-
-
 COMPILED = {
     language._sum_of_exponentials: 1,
     language._gradients_: 1,
-    swiglu_forward: 1,
-    swiglu_backward: 1,
+    mlp.swiglu_forward: 1,
+    mlp.swiglu_backward: 1,
     rotary.turned: 1,
     rotary.turned_back: 1,
     rotary.heads_turned: 3,
@@ -483,11 +471,7 @@ def _cuda_calls(gpu: FakeGpu) -> Iterator[None]:
         torch.accelerator: {"current_stream": lambda *_: _Stream(gpu.waits_for)},
         platform: {"_gpus_compile": lambda: True},
         # By Triton, in a kernel each.
-        mlp: {
-            "_kernels": lambda: types.SimpleNamespace(
-                forward=gpu.compiled(swiglu_forward), backward=gpu.compiled(swiglu_backward)
-            )
-        },
+        mlp: {"_triton_passes": lambda: tuple(map(gpu.compiled, (mlp.swiglu_forward, mlp.swiglu_backward)))},
         Tensor: {"record_stream": lambda *_: None},
         # One copy, as of other tensors; theirs reads one element after the other.
         FakeTensor: {"tolist": lambda x: x.cpu().tolist()},

@@ -153,10 +153,6 @@ class Move(NamedTuple):
         return x if self.copies is None else _moved(x, self.copies, self.adds != adjoint)
 
 
-STAY = Move()
-"""No move."""
-
-
 class _Started(Function):
     """Autograd function that moves rows and starts their exchange."""
 
@@ -189,7 +185,7 @@ def start(x: Tensor, crossing: Crossing, move: Move) -> Tensor:
     return _Started.apply(x, crossing, move)  # pyright: ignore[reportReturnType]
 
 
-def finish(x: Tensor, crossing: Crossing, move: Move = STAY) -> Tensor:
+def finish(x: Tensor, crossing: Crossing, move: Move) -> Tensor:
     """Finish `crossing`, whose `start` has returned `x`, and move the received rows."""
     return _Finished.apply(x, crossing, move)  # pyright: ignore[reportReturnType]
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -242,7 +243,7 @@ class _Experts(torch.nn.Module):
         received = dispatch.start_weights(weights, of_weights)
         rows = start(tokens, there, Move(dispatch.rows))
         weights = dispatch.finish_weights(received, of_weights)
-        out, compute = self.of_pairs(finish(rows, there), weights, dispatch)
+        out, compute = self.of_pairs(finish(rows, there, Move()), weights, dispatch)
         back = Crossing(dispatch.exchange.back, compute)
         out = start(out, back, Move(dispatch.pairs, adds=True))
         beside()
@@ -256,11 +257,8 @@ class _Experts(torch.nn.Module):
         widths = (*first.weight.shape[1:], second.weight.shape[2])
         ends = dispatch.ends if is_grouped(rows, *widths) else dispatch.host_ends
         if self.again and not 0 < self.limit < len(dispatch.choice):
-
-            def hidden(rows: Tensor, weights: Tensor) -> Tensor:
-                return self._inner(grouped_linear(take(rows, dispatch.pairs), first, ends), weights)
-
-            inner = recompute(hidden, rows, weights)
+            widen = partial(grouped_linear, matrices=first, ends=ends)
+            inner = recompute(lambda x, weights: self._inner(widen(take(x, dispatch.pairs)), weights), rows, weights)
         else:
             # Copy rows inside this module, since `not_saving` does not recognise tensors that FSDP2 has passed on.
             x = recompute(lambda rows: take(rows, dispatch.pairs), rows)

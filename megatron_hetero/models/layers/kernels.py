@@ -108,8 +108,7 @@ def cudnn_support(device: torch.device) -> tuple[Form | None, str]:
     problem = cudnn_problem(form, device) if version >= CUDNN_VERSION else f"{CUDNN_VERSION} or newer works"
     if problem:
         return None, f"cuDNN {version} is not used for attention ({problem}): FlashAttention is used instead."
-    sizes = f"{CUDNN_HEAD_DIMS[0]} to {CUDNN_HEAD_DIMS[-1]} elements"
-    return form, f"cuDNN {version} is used for causal attention of long segments and heads of {sizes} ({form} calls)."
+    return form, f"cuDNN {version} is used for causal attention of long segments, heads of 64 to 128 ({form} calls)."
 
 
 def cudnn_problem(form: Form, device: torch.device, attend: Callable[..., Tensor] = attend) -> str:

@@ -195,20 +195,23 @@ def swiglu(wide: Tensor, weights: Tensor | None = None) -> Tensor:
     return _SwiGLU.apply(wide, None) * weights[:, None]  # pyright: ignore[reportOperatorIssue, reportReturnType]
 
 
-def swiglu_forward(wide: Tensor) -> Tensor:
-    """Compute the forward pass of `swiglu` without weights and without a compiler."""
+def swiglu_forward(wide: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Compute the forward pass of `swiglu` without a compiler."""
     gate, up = wide.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    product = F.silu(gate).mul_(up)
+    return product if weights is None else product.mul_(weights[:, None])
 
 
-def swiglu_backward(grad: Tensor, wide: Tensor) -> Tensor:
-    """Compute the backward pass of `swiglu_forward`. The gradient overwrites `wide`."""
-    gate, up = wide.chunk(2, dim=-1)
+def swiglu_backward(grad: Tensor, wide: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Compute the backward pass of `swiglu` without a compiler. The gradient of `wide` overwrites it."""
+    (gate, up), grad_weights = wide.chunk(2, dim=-1), None
+    if weights is not None:
+        grad_weights, grad = (grad * swiglu_forward(wide)).sum(dim=-1), grad * weights[:, None]
     grad_gate = grad * up
     torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
     torch.ops.aten.silu.out(gate, out=up).mul_(grad)
     gate.copy_(grad_gate)
-    return wide.detach()
+    return wide.detach(), grad_weights
 
 
 class _SwiGLU(Function):
@@ -219,15 +222,23 @@ class _SwiGLU(Function):
     @staticmethod
     def forward(ctx: Any, wide: Tensor, weights: Tensor | None) -> Tensor:
         ctx.save_for_backward(wide, weights)
-        return _kernels().forward(wide, weights) if compiles_for(wide) else swiglu_forward(wide)
+        return _passes(wide)[0](wide, weights)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         wide, weights = ctx.saved_tensors
-        return _kernels().backward(grad, wide, weights) if compiles_for(wide) else (swiglu_backward(grad, wide), None)
+        return _passes(wide)[1](grad, wide, weights)
 
 
-def _kernels() -> Any:
+def _passes(wide: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    if not compiles_for(wide):
+        return swiglu_forward, swiglu_backward
+    if wide.is_meta:  # Memory is measured as that of compiled functions.
+        return partial(run, swiglu_forward), partial(run, swiglu_backward)
+    return _triton_passes()
+
+
+def _triton_passes() -> tuple[Callable[..., Any], Callable[..., Any]]:
     from megatron_hetero.models.layers import swiglu_kernels  # Triton comes with PyTorch for GPUs.
 
-    return swiglu_kernels
+    return swiglu_kernels.forward, swiglu_kernels.backward

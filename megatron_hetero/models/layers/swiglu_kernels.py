@@ -63,14 +63,14 @@ def swiglu_backward(wide, weights, grad, grad_weights, WIDTH: tl.constexpr, BLOC
 
 
 def forward(wide: Tensor, weights: Tensor | None) -> Tensor:
-    """Return silu(gate) * up * weight [..., ffn] of `wide` [..., 2 ffn]; with `weights` [rows], of [rows, 2 ffn]."""
+    """Return `mlp.swiglu_forward(wide, weights)`."""
     out = wide.new_empty(*wide.shape[:-1], wide.shape[-1] // 2)
     _launch(swiglu_forward, wide, weights, out)
     return out
 
 
 def backward(grad: Tensor, wide: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of `wide`, which they overwrite, and of `weights`."""
+    """Return `mlp.swiglu_backward(grad, wide, weights)`."""
     wide, grad_weights = wide.contiguous(), None if weights is None else weights.new_empty(len(weights))
     _launch(swiglu_backward, wide, weights, grad.contiguous(), grad_weights)
     # Autograd does not see what kernels write: another backward pass must not use it.

@@ -370,7 +370,7 @@ def test_one_line_says_whether_cudnn_is_used(version: int | None, found: str, mo
             notice == f"cuDNN {found} is not used for attention (91800 or newer works): FlashAttention is used instead."
         )
     else:
-        assert notice.endswith(f"long segments and heads of 64 to 128 elements ({form} calls).") and found in notice
+        assert notice.endswith(f"long segments, heads of 64 to 128 ({form} calls).") and found in notice
         assert chosen.func is cudnn_or and chosen.keywords == {"form": form, "other": torch_flash}
         assert kernels.kernel_for(device, torch.bfloat16, 128, cudnn=False) is torch_flash
         assert kernels.kernel_for(device, torch.bfloat16, 56) is torch_flash
