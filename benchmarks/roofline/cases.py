@@ -19,7 +19,7 @@ WORLD, PACK, TEXT_TOKENS = 8, 8192, 256
 """GPUs; tokens that micro-batches are filled up to, of samples that are shorter; tokens of a sample besides its
 picture, which the published table does not state.
 """
-RECOMPUTED = ((), ("vision",), ("text",), ("vision", "text"))
+RECOMPUTED = ((), ("vision",), ("text selective",), ("text",), ("vision", "text"))
 """Modules of which all layers are recomputed: the first that leaves enough memory is taken."""
 RECOMPUTED_OF_EXPERTS = (
     (),
@@ -30,7 +30,7 @@ RECOMPUTED_OF_EXPERTS = (
     ("text experts",),
     ("vision selective", "text experts"),
     ("vision", "text experts"),
-    *RECOMPUTED[2:],
+    *RECOMPUTED[3:],
 )
 """Likewise of models with experts, with the level where it is not `full`: by the time that they take."""
 LIMITS = "--data.max_seq_length 131072 --data.max_pixels 13000000"
@@ -118,15 +118,14 @@ LAYOUTS = {
         SP_TP4,
         SP_TP4.in_waves_of(4),
         SP_TP2,
-        SP_TP2.in_waves_of(4),
         Layouts("uniform tp", "tp:4,dp:2", "tp:4,dp:2", 2),
         ZERO3,
     ),
     "32b": (
         SP_TP8,
         SP_TP8.in_waves_of(4),
-        replace(SP_TP4, label="ZeRO-2", more="--text-zero 2"),
-        replace(SP_TP4, label="ZeRO-2", more="--text-zero 2").in_waves_of(4),
+        replace(SP_TP4, label="ZeRO-3", more="--text-zero 3"),
+        replace(SP_TP4, label="ZeRO-3", more="--text-zero 3").in_waves_of(4),
         Layouts("uniform tp", "tp:8", "tp:8", 1),
         ZERO3,
     ),

@@ -422,7 +422,8 @@ def test_micro_batches_hold_the_published_batch() -> None:
         for picture in PICTURES:
             step = Step("7b", layouts, picture)
             assert step.samples == 1 or step.samples * picture.length <= PACK + 64
-            assert step.micro_batches * step.samples * layouts.replicas in (picture.batch, layouts.replicas)
+            assert step.pictures == step.samples * layouts.replicas * layouts.waves
+            assert step.micro_batches * step.pictures in (picture.batch, step.pictures)
 
 
 def test_delta_nets_are_predicted_with_and_without_optional_packages() -> None:

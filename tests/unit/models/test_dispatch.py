@@ -67,7 +67,7 @@ def _compare(chosen: list[Tensor], given: list[Tensor], rank: int, blocks: list[
         waiting = dispatch.start_weights(weights, of_weights)
         rows = start(x, there, Move(dispatch.rows))
         of_pairs = dispatch.finish_weights(waiting, of_weights)
-        pairs = take(finish(rows, there), dispatch.pairs)
+        pairs = take(finish(rows, there, Move()), dispatch.pairs)
         sizes = dispatch.ends.diff(prepend=dispatch.ends.new_zeros(1))
         factors = torch.arange(first, stop).repeat_interleave(sizes.long()) + 1.0
         # Weights are those of experts: pairs have them in the order of their experts.
