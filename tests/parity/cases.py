@@ -251,7 +251,8 @@ def schedules_agree(case: Case, others: Sequence[ScheduleSettings], want: Expect
     for loss, norm in found:
         assert loss == pytest.approx(want.loss, rel=1e-5)
         assert norm == pytest.approx(norm_of(want.gradients), rel=1e-4)
-        assert (loss, norm) == pytest.approx(found[0], rel=1e-6)
+        # Waves change the sizes of products, and so how these are rounded.
+        assert (loss, norm) == pytest.approx(found[0], rel=5e-6)
 
 
 def three_steps_equal(case: Case, optimizer: str, want: Expected, pool: Pool) -> None:
