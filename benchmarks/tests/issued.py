@@ -84,7 +84,7 @@ def _layer() -> SimpleNamespace:
 
 def _column() -> tuple[Tensor, Callable[[], Tensor]]:
     layer, x = _layer(), torch.ones(PARTS * ROWS, 1, WIDTH, requires_grad=True)
-    return x, lambda: _Linear.apply(x, layer.weight, None, None, "split", layer.tp_group, None, None, None)  # pyright: ignore[reportReturnType]
+    return x, lambda: _Linear.apply(x, layer.weight, None, "split", layer.tp_group, None)  # pyright: ignore[reportReturnType]
 
 
 def _column_in_parts() -> tuple[Tensor, Callable[[], Tensor]]:

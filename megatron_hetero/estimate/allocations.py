@@ -61,11 +61,11 @@ class SubmoduleBytes:
 
 
 class Memory(TorchDispatchMode):
-    """A dispatch mode that tracks the storages of tensors on `meta`. `gpu`: whether they represent GPU tensors."""
+    """A dispatch mode that tracks the storages of tensors on `meta`. `gpu`, `cudnn`: on a GPU, and with cuDNN."""
 
-    def __init__(self, gpu: bool) -> None:
+    def __init__(self, gpu: bool, cudnn: bool = True) -> None:
         super().__init__()
-        self.gpu = gpu
+        self.gpu, self.cudnn = gpu, cudnn
         self.live = self.peak = 0
         self._sizes, self._ends = dict[int, int](), dict[int, Any]()
         self._saved = WeakTensorKeyDictionary()
@@ -81,7 +81,7 @@ class Memory(TorchDispatchMode):
         if func is torch.ops.aten._flash_attention_backward.default:
             query, key, ends = args[1], args[2], args[6]
             sizes = len(query), len(key), len(ends) - 1, query.shape[1], key.shape[1], query.shape[2]
-            work = max(flash_workspace(*sizes), args[11] and cudnn_workspace(*sizes, args[8]))
+            work = max(flash_workspace(*sizes), args[11] and self.cudnn and cudnn_workspace(*sizes, args[8]))
             self.peak = max(self.peak, self.live + work)
         return out
 

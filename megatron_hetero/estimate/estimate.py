@@ -268,11 +268,11 @@ def with_waves(config: Config, world_size: int) -> Config:
     job = JobSpec.of(default, world_size)
     if all(encoder.style != "waves" for encoder in job.schedule.encoders):
         raise unused("schedule.waves", "auto", "no encoder runs in waves", "remove it")
+    if job.layouts[TEXT].pp > 1:
+        return default
     if limit is None:
         because, fix = "waves are as large as the memory of a GPU allows", "set plan.memory_gb, or give a number"
         raise wrong("schedule.waves", "auto without plan.memory_gb", "both", because, fix)
-    if job.layouts[TEXT].pp > 1:
-        return default
     micro_batches = job.batch.micro_batches
     # As many calls as with waves of `most`, but equally large ones.
     sizes = (-(-micro_batches // -(-micro_batches // most)) for most in SHARED)

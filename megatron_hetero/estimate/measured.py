@@ -264,6 +264,6 @@ def _without_full_recompute(measured: Measured) -> Measured:
 
 @lru_cache(maxsize=4096)
 def _measured(measured: Measured, submodule: Submodule, shard: SequenceShard) -> SubmoduleBytes:
-    memory, memo = Memory(measured.gpu), dict[str, Any]()
+    memory, memo = Memory(measured.gpu, measured.module.cudnn), dict[str, Any]()
     with without_processes(META), instead_of_compiled(memory.run_compiled):
         return memory.measure(*_callable_of(measured, submodule, shard, memo), memo)

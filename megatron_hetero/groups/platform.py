@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 MAX_GRAPHS = 64
 """Maximum compiled graphs of one function: one for each module, local width, number format and padding, with and
-without gradients. Beyond this limit PyTorch runs the function eagerly, which takes more memory.
+without gradients. Beyond this limit PyTorch raises an error, or runs functions of any length eagerly.
 """
 HEADROOM = 512 << 20
 """GPU memory in bytes that is left free for kernels that CUDA loads and buffers that NCCL allocates at first use."""
@@ -153,7 +153,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.device.type != "cuda":
         return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype).pin_memory().copy_(tensor, non_blocking=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def _settings_and_versions(config: Config, platform: Platform) -> dict[str, str]
         "version of python": python.python_version(),
         **{f"version of {name}": _version(name) for name in PACKAGES},
         **package_facts(platform),
-        "attention by cuDNN": cudnn_support(platform.device)[1] if config.may_use_cudnn else "",
+        "attention by cuDNN (model.attention)": str(config.may_use_cudnn and cudnn_support(platform.device)[0]),
         "kind of device": platform.device.type,
     }
 

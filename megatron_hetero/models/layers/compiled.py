@@ -49,7 +49,7 @@ def run(function: Callable[..., Any], *inputs: Any) -> Any:
         if isinstance(x, Tensor) and not isinstance(x, torch.nn.Parameter):
             if x.shape[0] < 2:
                 return function(*inputs)
-            if not hasattr(x, "_dynamo_dynamic_indices"):  # Tables of angles pass here in each layer.
+            if 0 not in getattr(x, "_dynamo_dynamic_indices", ()):  # Tables of angles pass here in each layer.
                 torch._dynamo.mark_dynamic(x, 0)
     return compiled_once(function, dynamic=False)(*inputs)
 

@@ -104,39 +104,47 @@ def attend(
     """Compute causal attention inside each segment with the result of `calls_for`: [n, H, D]."""
     aten, inputs = torch.ops.aten, (q_nHD, k_nhD, v_nhD)
     operators = operators or (aten._cudnn_attention_forward, aten._cudnn_attention_backward)
-    if len(calls) == 1:
-        offsets = segments.padded_offsets(calls[0].segments) if calls[0].form == "ragged" else None
-        return _Attention.apply(*inputs, calls[0], offsets, operators)  # pyright: ignore[reportReturnType]
-    split = zip(*(x.split(segments.segments.queries) for x in inputs), strict=True)
-    outs: Any = [_Attention.apply(*one, call, None, operators) for one, call in zip(split, calls, strict=True)]
-    return torch.cat(outs)
+    offsets = segments.padded_offsets(calls[0].segments) if calls[0].form == "ragged" else None
+    lengths = (len(q_nHD),) if len(calls) == 1 else segments.segments.queries
+    return _Attention.apply(*inputs, calls, lengths, offsets, operators)  # pyright: ignore[reportReturnType]
 
 
 class _Attention(Function):
-    """A call. As in other kernels, saved tensors are its inputs and output, which hooks know, without padding."""
+    """Autograd function of all calls, whose tokens are `lengths`. As in other kernels, saved tensors are its inputs and
+    output, which hooks know, without padding.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, offsets: Tensor | None, operators: Operators
-    ) -> Tensor:
-        ctx.call, ctx.operator = call, operators[1]
-        # No bias, logsumexps, no dropout, a causal mask, no debug mask.
-        sizes, options = (None, offsets, offsets, call.longest, call.longest), (True, 0.0, True, False)
-        padded = (_padded(x, call) for x in (q, k, v))
-        out, lse, *_, seed, offset, _ = operators[0](*padded, *sizes, *options, scale=q.shape[2] ** -0.5)
-        out = _cropped(out, call, len(q))
-        if call.tokens > len(q):  # A view would keep the padding alive.
-            out = out.clone(memory_format=torch.contiguous_format)
-        ctx.save_for_backward(q, k, v, out, lse, seed, offset, offsets)
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, calls: Sequence[Call], lengths: Sequence[int],
+        offsets: Tensor | None, operators: Operators,
+    ) -> Tensor:  # fmt: skip
+        ctx.calls, ctx.lengths, ctx.operator = calls, lengths, operators[1]
+        outs, stored = list[Tensor](), list[Tensor]()
+        for call, *one in zip(calls, *(x.split(lengths) for x in (q, k, v)), strict=True):
+            # No bias, logsumexps, no dropout, a causal mask, no debug mask.
+            sizes, options = (None, offsets, offsets, call.longest, call.longest), (True, 0.0, True, False)
+            padded = (_padded(x, call) for x in one)
+            out, lse, *_, seed, offset, _ = operators[0](*padded, *sizes, *options, scale=q.shape[2] ** -0.5)
+            outs.append(_cropped(out, call, len(one[0])))
+            stored += [lse, seed, offset]
+        # A view would keep padding alive.
+        out = torch.cat(outs) if len(outs) > 1 or calls[0].tokens > len(q) else outs[0]
+        ctx.save_for_backward(q, k, v, out, offsets, *stored)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (q, k, v, out, *stored, offsets), call = ctx.saved_tensors, ctx.call
-        sizes, options = (None, offsets, offsets, call.longest, call.longest), (0.0, True)
-        padded = (_padded(x, call) for x in (grad, q, k, v, out))
-        grads = ctx.operator(*padded, *stored, *sizes, *options, scale=q.shape[2] ** -0.5)
-        return *(_cropped(x, call, len(q)) for x in grads), None, None, None
+        q, k, v, out, offsets, *stored = ctx.saved_tensors
+        parts: list[list[Tensor]] = [[], [], []]
+        by_call = zip(ctx.calls, *(x.split(ctx.lengths) for x in (grad, q, k, v, out)), strict=True)
+        for number, (call, *one) in enumerate(by_call):
+            sizes, options = (None, offsets, offsets, call.longest, call.longest), (0.0, True)
+            padded, of_call = (_padded(x, call) for x in one), stored[3 * number : 3 * number + 3]
+            grads = ctx.operator(*padded, *of_call, *sizes, *options, scale=q.shape[2] ** -0.5)
+            for part, x in zip(parts, grads, strict=True):
+                part.append(_cropped(x, call, len(one[0])))
+        return *(torch.cat(part) if len(part) > 1 else part[0] for part in parts), None, None, None, None
 
 
 def _padded(x_nHD: Tensor, call: Call) -> Tensor:

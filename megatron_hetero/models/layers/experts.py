@@ -154,16 +154,10 @@ class ExpertMLPModule(torch.nn.Module):
 
     def forward(self, hidden: Tensor, call: LayerCall) -> tuple[Tensor, Tensor | None]:
         """Apply the MLP to `hidden` [S, 1, hidden], or [S / tp, 1, hidden] where activations are split."""
-        of_shared = list[Tensor]()
-
-        def beside() -> None:
-            if self.part.shared is not None:
-                shared, _ = self.shared(hidden, call)
-                of_shared.append(shared * F.linear(hidden, self.shared_gate).sigmoid())
-
-        out = self._routed(hidden, call, beside)
-        for shared in of_shared:
-            out = out + shared
+        out = self._routed(hidden, call)
+        if self.part.shared is not None:
+            shared, _ = self.shared(hidden, call)
+            out = out + shared * F.linear(hidden, self.shared_gate).sigmoid()
         return out, None
 
     def take_loads(self) -> Tensor:
@@ -173,24 +167,22 @@ class ExpertMLPModule(torch.nn.Module):
         loads, self._loads = self._loads, None
         return torch.zeros(self.part.experts, dtype=torch.int64, device=self.router.device) if loads is None else loads
 
-    def _routed(self, hidden: Tensor, call: LayerCall, beside: Callable[[], None]) -> Tensor:
+    def _routed(self, hidden: Tensor, call: LayerCall) -> Tensor:
         if self.splits or self.tp.size() == 1:
-            return self._of_local(hidden, call, beside)
+            return self._of_local(hidden, call)
         padded = F.pad(hidden, (0, 0, 0, 0, 0, -len(hidden) % self.tp.size()))
         local = tensor_parallel.scatter_to_sequence_parallel_region(padded, group=self.tp)
         gather = tensor_parallel.gather_from_sequence_parallel_region
-        out = gather(self._of_local(local, call, beside), tensor_parallel_output_grad=False, group=self.tp)
+        out = gather(self._of_local(local, call), tensor_parallel_output_grad=False, group=self.tp)
         return out[: len(hidden)]
 
-    def _of_local(self, hidden: Tensor, call: LayerCall, beside: Callable[[], None]) -> Tensor:
-        """Apply the experts to this rank's tokens `hidden` [tokens, 1, hidden]; the result is zero for padding.
-        `beside`: a function to call beside the exchange of results.
-        """
+    def _of_local(self, hidden: Tensor, call: LayerCall) -> Tensor:
+        """Apply the experts to this rank's tokens `hidden` [tokens, 1, hidden]; the result is zero for padding."""
         first = len(hidden) * self.tp.rank()
         count = max(0, min(call.tokens - first, len(hidden)))
         tokens = (hidden[:count] if count < len(hidden) else hidden).squeeze(1)  # Slicing would copy the gradient.
         dispatch, weights = self._route(tokens, call, first)
-        out = self.experts(tokens, weights, dispatch, beside)
+        out = self.experts(tokens, weights, dispatch)
         padding = len(hidden) - len(out)
         return F.pad(out.unsqueeze(1), (0, 0, 0, 0, 0, padding)) if padding else out.unsqueeze(1)
 
@@ -230,14 +222,11 @@ class _Experts(torch.nn.Module):
         self.first = torch.nn.Parameter(torch.empty(experts * 2 * part.padded, part.hidden, **options))
         self.second = torch.nn.Parameter(torch.empty(experts * part.hidden, part.padded, **options))
 
-    def forward(self, tokens: Tensor, weights: Tensor, dispatch: Dispatch, beside: Callable[[], None]) -> Tensor:
-        """Apply the experts to `tokens` [tokens, hidden] with routing `weights` [tokens, k]: [tokens, hidden].
-        `beside`: a function to call beside the exchange of results.
-        """
+    def forward(self, tokens: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
+        """Apply the experts to `tokens` [tokens, hidden] with routing `weights` [tokens, k]: [tokens, hidden]."""
         # Exchanges are inside this module, since FSDP2 has its weights only here.
         if dispatch.rows is None or dispatch.exchange is None:
             out, _ = self.of_pairs(tokens, weights.flatten().index_select(0, dispatch.choice), dispatch)
-            beside()
             return add_up(out, dispatch.pairs)
         of_weights, there = Crossing(dispatch.exchange), Crossing(dispatch.exchange)
         received = dispatch.start_weights(weights, of_weights)
@@ -246,7 +235,6 @@ class _Experts(torch.nn.Module):
         out, compute = self.of_pairs(finish(rows, there, Move()), weights, dispatch)
         back = Crossing(dispatch.exchange.back, compute)
         out = start(out, back, Move(dispatch.pairs, adds=True))
-        beside()
         return finish(out, back, Move(dispatch.rows, adds=True))
 
     def of_pairs(self, rows: Tensor, weights: Tensor, dispatch: Dispatch) -> tuple[Tensor, Callable[[], None]]:

@@ -83,7 +83,7 @@ class Ahead:
 
     def take(self) -> tuple[Tensor, list[dist.Work]]:
         """Return the gathered input [S, 1, in], and the works after which it is valid."""
-        assert self._gathered is not None, "what follows attention goes backward first"
+        assert self._gathered is not None, "`gather_ahead` comes first in the backward pass"
         gathered, self._gathered = self._gathered, None
         return gathered
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -179,9 +178,7 @@ BACKWARD = {
 
 @pytest.mark.parametrize("how", BACKWARD)
 def test_what_runs_beside_exchanges(how: str) -> None:
-    """Results are sent back beside what the program computes there, and in the backward pass: the gradients of results
-    beside hidden activations.
-    """
+    """In the backward pass: the gradients of results beside hidden activations."""
     events, real = list[str](), RowExchange.run
 
     class Noted(SimpleNamespace):
@@ -206,9 +203,9 @@ def test_what_runs_beside_exchanges(how: str) -> None:
         mock.patch.object(grouped, "outer_products", noting("product", grouped.outer_products)),
         mock.patch.object(_Experts, "_inner", noting("inner", _Experts._inner)),
     ):
-        out = module(tokens.requires_grad_(), weights.requires_grad_(), dispatch, partial(events.append, "beside"))
+        out = module(tokens.requires_grad_(), weights.requires_grad_(), dispatch)
         inner = ["inner"] * (1 + 2 * (how == "chunks"))
-        assert events == ["send", "send", "wait", "wait", *inner, "send", "beside", "wait"]
+        assert events == ["send", "send", "wait", "wait", *inner, "send", "wait"]
         events.clear()
         out.backward(torch.empty_like(out))
     assert events == BACKWARD[how]
