@@ -153,7 +153,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.device.type != "cuda":
         return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype).pin_memory().copy_(tensor, non_blocking=True)
 
 
 @dataclass(frozen=True)
