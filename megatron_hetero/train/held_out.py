@@ -22,7 +22,7 @@ from megatron_hetero.layout.names import TEXT
 from megatron_hetero.models.stages import TextInput
 from megatron_hetero.schedule.contract import MicroBatchInputs
 from megatron_hetero.train.metrics import EvaluationMetrics
-from megatron_hetero.train.run import Run
+from megatron_hetero.train.run import Run, evaluates
 
 
 def answer_counts(samples: np.ndarray, hits: np.ndarray, number: int) -> np.ndarray:
@@ -140,8 +140,3 @@ class HeldOutEvaluation:
             places = text.samples[text.supervised.numpy()] % size
             counts += answer_counts(places, token_hits.cpu().numpy(), size)
         return counts
-
-
-def evaluates(step: int, interval: int, iters: int) -> bool:
-    """Return whether an evaluation is due after `step`: every `interval` steps, and after the last of `iters` steps."""
-    return step > 0 and interval > 0 and (step % interval == 0 or step == iters)

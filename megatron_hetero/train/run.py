@@ -65,11 +65,11 @@ class Run:
         `stop`: true once this rank was asked to stop. All ranks then stop after the steps that have been issued; only
         the last metrics are `stopping`. Raises `UserError` like `batches`, and `SharedError` like `Trainer.read_step`.
         """
-        trainer, interval, stopping = self.trainer, self.trainer.job.config.eval.interval, False
+        trainer, config, stopping = self.trainer, self.trainer.job.config, False
         for step, batch, waited in self.batches():
             trainer.issue_step(step, batch, waited, stop)
-            settles = self.saver.is_due(step) or step == trainer.job.config.train.iters
-            settles = settles or (interval > 0 and step % interval == 0)
+            settles = self.saver.is_due(step) or step == config.train.iters
+            settles = settles or evaluates(step, config.eval.interval, config.train.iters)
             while len(trainer.issued) > (0 if settles or stopping else 1):
                 metrics = trainer.read_step()
                 stopping = stopping or metrics.stopping
@@ -124,6 +124,11 @@ class Run:
                 writer=writer,
                 only=only,
             )
+
+
+def evaluates(step: int, interval: int, iters: int) -> bool:
+    """Return whether an evaluation is due after `step`: every `interval` steps, and after the last of `iters` steps."""
+    return step > 0 and interval > 0 and (step % interval == 0 or step == iters)
 
 
 def stretches(first: int, last: int, interval: int) -> Iterator[tuple[int, int]]:

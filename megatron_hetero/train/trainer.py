@@ -102,9 +102,9 @@ class Trainer:
         """Issue forward, backward and update of a step to the device, without waiting for its results. If all samples
         were skipped, no weights are updated.
 
-        `waited`: seconds spent waiting for the batch. `stop`: an object that is true at the end of the step if this
-        rank was asked to stop. The device skips the update if the loss or a gradient of this step, or of one that has
-        not been read, is not finite; `read_step` then raises.
+        `waited`: seconds spent waiting for the batch. `stop`: an object that is true once this rank was
+        asked to stop, read before the update. The device skips the update if the loss or a gradient of this step, or of
+        one that has not been read, is not finite; `read_step` then raises.
         """
         start = time.perf_counter() - waited
         if batch.sample_lengths and batch.supervised == 0:

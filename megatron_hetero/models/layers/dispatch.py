@@ -12,8 +12,8 @@ in a single process.
 
 An exchange of rows is started and finished by two autograd functions, in both passes. What the program does between
 them runs beside the exchange: the sort by expert beside the rows, and, in the backward pass, the recomputation of
-hidden activations (`Crossing.beside`). The order in which exchanges are issued is that of
-the program and its reverse, whatever the data are.
+hidden activations (`Crossing.beside`). The order in which exchanges are issued is that of the program and its reverse,
+whatever the data are.
 
 With ep ranks and k experts per token, uniform routing sends ep (1 - (1 - 1/ep)^k) rows per token, of which one in ep
 stays on its rank: never more than an all-gather, which sends each token to every rank.

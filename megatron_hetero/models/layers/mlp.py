@@ -196,14 +196,14 @@ def swiglu(wide: Tensor, weights: Tensor | None = None) -> Tensor:
 
 
 def swiglu_forward(wide: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Compute the forward pass of `swiglu` without a compiler."""
+    """Compute the forward pass of `swiglu` by PyTorch's operators."""
     gate, up = wide.chunk(2, dim=-1)
     product = F.silu(gate).mul_(up)
     return product if weights is None else product.mul_(weights[:, None])
 
 
 def swiglu_backward(grad: Tensor, wide: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Compute the backward pass of `swiglu` without a compiler. The gradient of `wide` overwrites it."""
+    """Compute the backward pass of `swiglu` by PyTorch's operators. The gradient of `wide` overwrites it."""
     (gate, up), grad_weights = wide.chunk(2, dim=-1), None
     if weights is not None:
         grad_weights, grad = (grad * swiglu_forward(wide)).sum(dim=-1), grad * weights[:, None]

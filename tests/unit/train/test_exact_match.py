@@ -11,8 +11,8 @@ from megatron_hetero.data.packing import IGNORED
 from megatron_hetero.data.token_shards import TokenShards
 from megatron_hetero.job.job import BatchShape
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.train.held_out import answer_counts, evaluates, exact_match
-from megatron_hetero.train.run import stretches
+from megatron_hetero.train.held_out import answer_counts, exact_match
+from megatron_hetero.train.run import evaluates, stretches
 
 LAYOUTS = ["dp:1@0", "cp:2@0-1", "cp:3@0-2", "sp:2@0-1", "tp:2,sp:2,cp:2@0-7", "cp:2,pp:2@0-3"]
 
