@@ -105,9 +105,10 @@ class Layouts:
 
     @property
     def overlapped(self) -> Layouts:
-        """The same, where MLPs exchange tokens over tp beside their products."""
-        flags = [f"--{name}-tp_overlap 2" for name in ("vision", "text") if "tp" in getattr(self, name)]
-        return replace(self, label="tp_overlap 2", more=" ".join(flags))
+        """The same, where exchanges over tp are fused with products."""
+        flags = [f"--{name}-tp_overlap true" for name in ("vision", "text") if "tp" in getattr(self, name)]
+        label, more = f"{self.label} tp_overlap".strip(), f"{self.more} {' '.join(flags)}".strip()
+        return replace(self, label=label, more=more)
 
 
 FLA = ("fla", "causal_conv1d")
@@ -219,7 +220,7 @@ def overlapped(model: str, picture: Picture) -> list[Layouts]:
     """
     if model in FAMILIES:
         return []
-    return [each.overlapped for each in LAYOUTS[model] if not each.label and picture is PICTURES[0]]
+    return [each.overlapped for each in LAYOUTS[model] if "tp" in each.text and picture is PICTURES[0]]
 
 
 def steps(gpu: Gpu, models: Iterable[str] = LAYOUTS, sides: Collection[int] = ()) -> list[Step]:

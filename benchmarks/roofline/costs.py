@@ -25,6 +25,7 @@ from benchmarks.roofline.devices import (
     EXPANDED,
     FAST,
     GAP,
+    INNER,
     LINKS,
     MEMORY,
     NORMS,
@@ -37,7 +38,7 @@ from benchmarks.roofline.devices import (
 )
 from benchmarks.roofline.timeline import works_noted
 from megatron_hetero.groups.platform import Platform
-from tests.fake_cuda.device import FakeGpu
+from tests.fake_cuda.device import GATHER, SCATTER, FakeGpu, ranks
 
 aten = torch.ops.aten
 OF_MATRICES = (aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm, aten.baddbmm_, aten._grouped_mm)
@@ -67,7 +68,8 @@ class Ask:
     for a collective those that a copy in its place would write; `wire`: bytes that this rank sends, by at most `ctas`
     CTAs (None: NCCL's choice). `shape`: rows and columns of a product; `single`: whether it is of matrices in single
     precision; `copies`: whether a collective only copies. `kernel`: which one of attention or SwiGLU; `blocks`: blocks
-    of its queries, over heads. `bandwidth`: the share of the memory's that it reaches.
+    of its queries, over heads. `bandwidth`: the share of the memory's that it reaches. `host`: seconds of the host, 0
+    for those of any operation. `engine`: whether copy engines send, from one rank at a time.
     """
 
     kind: str
@@ -81,10 +83,12 @@ class Ask:
     kernel: str = ""
     blocks: float = 0.0
     bandwidth: float = MEMORY
+    host: float = 0.0
+    engine: bool = False
 
     def held(self, assumed: Assumed) -> int:
         """How many multiprocessors a collective holds, `assumed` that."""
-        if self.copies and assumed.copied:
+        if self.engine or (self.copies and assumed.copied):
             return 0
         return assumed.held if self.ctas is None else min(assumed.held, self.ctas)
 
@@ -109,7 +113,8 @@ class Ask:
     def _sent(self, gpu: Gpu, assumed: Assumed) -> float:
         """Seconds of a collective."""
         of_ctas = self.wire / (CTA * self.ctas) if self.ctas else 0.0
-        return max((self.wire + assumed.ramp) / (LINKS * gpu.links), of_ctas) + COLLECTIVE
+        ramp = 0.0 if self.engine else assumed.ramp
+        return max((self.wire + ramp) / (LINKS * gpu.links), of_ctas) + COLLECTIVE
 
     def _copied(self, gpu: Gpu) -> float:
         """Seconds of the copy that stands in for a collective in the record; 0 if there is none."""
@@ -197,7 +202,9 @@ class CountingGpu(FakeGpu):
 
     def ran(self, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> None:
         """Log an operation. What runs outside of any phase is the building of the model."""
-        if self.phase:
+        if self.phase and func.overloadpacket in (GATHER, SCATTER):
+            self._fused(func.overloadpacket is GATHER, *args)
+        elif self.phase:
             ask = ask_of(func.overloadpacket, args, kwargs, out)
             if ask.kind == "wire":
                 group = next(each for each in args if isinstance(each, torch.ScriptObject))
@@ -234,6 +241,56 @@ class CountingGpu(FakeGpu):
         super().waits_for(what)
         if self.phase:
             self.events.append(Event(self.phase, "host"))
+
+    def _fused(self, gathers: bool, x: Tensor, matrices: Any, *more: Any) -> None:
+        """Log a product fused with a gather before it or a sum over ranks after it, as PyTorch takes it apart
+        (`_pipelined_multi_all_gather_and_consume`, `_pipelined_produce_and_all2all`): by ranks, of which one is
+        computed while a copy engine fetches what another one has.
+        """
+        group, n = more[-1], ranks(more[-1])
+        matrix = matrices[0] if gathers else matrices
+        inner, columns = matrix.shape
+        rows = x.numel() // inner // (1 if gathers else n)
+        part, result = rows * inner * x.itemsize, rows * columns * x.itemsize
+        moved, shape = part + matrix.nbytes + result, (rows, columns)
+        product = Ask("product", 2.0 * rows * inner * columns, moved, shape=shape, host=INNER)
+        barrier = Ask("memory", host=INNER)
+        sent = Ask("wire", wire=part if gathers else result, host=INNER if gathers else 3 * INNER, engine=True)
+        copies = list[int]()
+
+        def add(ask: Ask) -> None:
+            self.events.append(Event(self.phase, "kernel", ask))
+
+        def send() -> None:
+            copies.append(len(self.events))
+            self.events.append(Event(self.phase, "issue", sent, copies[-1], f"copies {group}"))
+
+        def wait(copy: int) -> None:
+            self.events.append(Event(self.phase, "wait", work=copy))
+
+        add(barrier)
+        if gathers:
+            add(Ask("memory", memory=2.0 * part, host=INNER))
+            add(barrier)
+            for _ in range(n - 1):
+                send()
+            add(product)
+            for copy in copies:
+                wait(copy)
+                add(product)
+            add(Ask("memory", memory=2.0 * part, host=INNER))
+        else:
+            for number in range(n - 1):
+                if number > 1:  # There is room for two.
+                    wait(copies[number - 2])
+                add(product)
+                send()
+            add(product)
+            for copy in copies[-2:]:
+                wait(copy)
+        add(barrier)
+        if not gathers:
+            add(Ask("memory", memory=float((n + 1) * result), bandwidth=NORMS))
 
     def _add(self, ask: Ask) -> None:
         assert self._issuing is None, "a method that issues collectives is missing in COLLECTIVES"

@@ -82,7 +82,7 @@ class _Times:
     def _compute(self, event: Event, seconds: float, weight: float) -> None:
         assert event.ask is not None, "it is an operation"
         of_phase, kind = self.main[event.phase], event.ask.kind
-        of_phase["host"] += weight * self.timeline.launch()
+        of_phase["host"] += weight * self.timeline.launch(event.ask.host)
         of_phase["stand-ins" if kind == "wire" else kind] += weight * seconds
         self.flops[event.phase][kind] += weight * event.ask.flops
         for link, late in self.timeline.compute(seconds, product=kind == "product").items():
@@ -94,7 +94,7 @@ class _Times:
         # What is done once in a step has a link of its own, named by the phase that what waits for it counts to.
         phase = event.phase
         once = SUMS if phase.startswith(SUMS) else WEIGHTS if phase in (WEIGHTS, BEFORE) else ""
-        self.main[phase]["host"] += weight * self.timeline.launch()
+        self.main[phase]["host"] += weight * self.timeline.launch(event.ask.host)
         self.links[phase] += weight * seconds
         held = event.ask.held(self.assumed)
         self._works[event.work] = self.timeline.issue(seconds, once, event.communicator, held)

@@ -135,11 +135,13 @@ class Timeline:
         self._begun[self._queue(MAIN)], self._ends[MAIN] = (begin, ""), end
         return late
 
-    def launch(self) -> float:
-        """Let the host issue an operation, before it runs; returns how long the stream that computes waits for it."""
+    def launch(self, seconds: float = 0.0) -> float:
+        """Let the host issue an operation, before it runs, in so many `seconds` (0: as any); returns how long the
+        stream that computes waits for it.
+        """
         if len(self._began) == self._began.maxlen:
             self._host = max(self._host, self._began[0])
-        self._host += self._launch
+        self._host += min(seconds or self._launch, self._launch)
         idle = max(0.0, self._host - self.now)
         self._ends[MAIN] += idle
         self._began.append(self.now)

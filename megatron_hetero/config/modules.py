@@ -68,10 +68,8 @@ class ModuleConfig(Section):
         "calls, which the backward pass repeats. 0: unlimited.",
         at_least=0,
     )
-    tp_overlap: int = option(
-        1,
-        "Chunks in which layers exchange activations over tp, overlapped with matrix products. 1: no overlap.",
-        at_least=1,
+    tp_overlap: bool = option(
+        False, "Overlap exchanges over tp with the matrix products before or after them. On GPUs: tp inside a node."
     )
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)

@@ -71,7 +71,7 @@ class Config(Section):
     @property
     def layer_backend(self) -> str:
         """The setting `model.backend`; `auto` is resolved to `torch` if `model.compile` or a `tp_overlap` needs it."""
-        ours = self.model.compile != "none" or any(row.tp_overlap > 1 for row in self.modules.values())
+        ours = self.model.compile != "none" or any(row.tp_overlap for row in self.modules.values())
         return "torch" if self.model.backend == "auto" and ours else self.model.backend
 
     @property

@@ -38,7 +38,7 @@ from megatron_hetero.models.layers.delta_net import DeltaNet, DeltaNetModule
 from megatron_hetero.models.layers.dropout import TokenIds
 from megatron_hetero.models.layers.experts import ExpertMLPModule
 from megatron_hetero.models.layers.kernels import FLASH_CAPABILITY, bucketed, choose_kernel, torch_flash
-from megatron_hetero.models.layers.overlapped import overlap_exchanges
+from megatron_hetero.models.layers.linear import fuse_exchanges
 from megatron_hetero.models.layers.parts import LayerCall
 from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.stages import EncoderInput, TextInput
@@ -207,8 +207,8 @@ def _built(measured: Measured, submodule: Submodule) -> Any:
             each.rule_for = lambda *_: measured_rule(device)
         elif isinstance(each, ExpertMLPModule):
             each.imbalance = measured.imbalance
-    if module.settings.tp_overlap > 1:
-        overlap_exchanges(model, module.settings.tp_overlap)
+    if module.settings.tp_overlap:
+        fuse_exchanges(model)
     return model
 
 

@@ -229,10 +229,13 @@ class ModuleJob:
             because = "no two of its ranks hold the same weights: dp, sp and cp are 1"
             fix = "remove it, or give the module dp, sp or cp"
             raise self._wrong("zero", f"{settings.zero} with {self._layout}", "1", because, fix)
-        if settings.tp_overlap > 1 and not self.sequence_parallel:
+        if settings.tp_overlap and not self.sequence_parallel:
             split = "tp 1" if layout.tp == 1 else f"modules.{self.name}.sequence_parallel false"
-            found, because = f"{settings.tp_overlap} with {split}", "its MLP exchanges no tokens"
-            raise self._wrong("tp_overlap", found, "1", because, "remove it")
+            because = "its layers exchange no activations"
+            raise self._wrong("tp_overlap", f"true with {split}", "false", because, "remove it")
+        if settings.tp_overlap and self.backend == "te":
+            because, fix = "Transformer Engine's layers exchange activations themselves", "use --model.backend torch"
+            raise self._wrong("tp_overlap", "true with model.backend te", "false", because, f"remove it, or {fix}")
 
     @property
     def _layout(self) -> str:

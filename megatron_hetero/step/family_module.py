@@ -18,8 +18,8 @@ from megatron_hetero.job.module import ModuleJob
 from megatron_hetero.layout.axes import MAIN, View
 from megatron_hetero.layout.pipeline import PipelineStage, stages_of_rank
 from megatron_hetero.models.layers.backend import choose_backend
+from megatron_hetero.models.layers.linear import fuse_exchanges
 from megatron_hetero.models.layers.offload import ActivationOffload
-from megatron_hetero.models.layers.overlapped import overlap_exchanges
 from megatron_hetero.models.layers.parts import Site
 from megatron_hetero.schedule.gathering import shares_weights
 from megatron_hetero.step.buffers import in_buffers
@@ -161,14 +161,15 @@ def _adds_up(module: ModuleJob) -> bool:
 
 
 def _with_overlap(module: ModuleJob, site: Site, offload: ActivationOffload | None, stage: PipelineStage) -> Any:
-    """Build the model of a stage. With `tp_overlap`, its layers overlap tensor-parallel communication."""
+    """Build the model of a stage. With `tp_overlap`, its layers fuse exchanges over tp with their products."""
     model = module.model(site, stage, offload)
-    if (chunks := module.settings.tp_overlap) > 1:
+    if module.settings.tp_overlap:
         try:
-            overlap_exchanges(model, chunks)
-        except TypeError as error:
+            fuse_exchanges(model)
+        except RuntimeError as error:
             where = f"modules.{module.name}.tp_overlap (--{module.name}-tp_overlap)"
-            raise UserError.at(where, problem=str(error), fix="use --model.backend torch, or remove it") from None
+            problem = f"no symmetric memory over tp: {error}"
+            raise UserError.at(where, problem=problem, fix="keep tp inside a node with NVLink, or remove it") from error
     return model
 
 

@@ -20,6 +20,8 @@ from unittest import mock
 from weakref import finalize
 
 import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
@@ -99,6 +101,7 @@ class FakeGpu:
         self.usage, self.phase, self.beside, self.inside = Usage(), "", False, False
         self.capability: tuple[int, int] = (9, 0)
         self.written = list[Tensor]()
+        self.symmetric = dict[str, Tensor]()  # by name of a group
         self._known, self._sizes = _Memories(), dict[int, int]()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._stack = contextlib.ExitStack()
@@ -180,6 +183,11 @@ class FakeGpu:
         if (most := self.usage.live + size) > self.usage.peak:
             self.usage.peak, self.usage.at_peak = most, self.phase
 
+    def shares(self, group: str, min_size: int) -> None:
+        """The symmetric memory of a group gets so many bytes, if it has less."""
+        if group not in self.symmetric or self.symmetric[group].nbytes < min_size:
+            self.symmetric[group] = torch.empty(min_size, dtype=torch.uint8, device=GPU)
+
     def resizes(self, tensor: Tensor, size: int) -> None:
         """A memory gets another size, in bytes."""
         self.holds(tensor)
@@ -244,12 +252,14 @@ class _Dispatch(TorchDispatchMode):
         if read is not None:
             return read[0]
         self._check(func, args, kwargs, inputs, on_gpu)
-        out = CUDNN[packet](*args) if packet in CUDNN else func(*args, **kwargs)
+        out = SHAPES[packet](*args) if packet in SHAPES else func(*args, **kwargs)
         if self.gpu.inside and packet is aten.copy_:
             self.gpu.written.append(out)
         self._account(packet, out)
         if packet is aten._flash_attention_backward:
             self.gpu.works_in(_flash_workspace(args[1], args[2], args[6]))
+        if packet is SCATTER:  # The sums of all ranks, before they are added up.
+            self.gpu.works_in(len(args[0]) * out[0].nbytes)
         if packet is aten._cudnn_attention_backward:
             self.gpu.works_in(_cudnn_workspace(args[1], args[2], args[9], args[11]))
         if packet.__name__ not in NO_KERNELS and not self.gpu.inside:
@@ -337,7 +347,30 @@ def _cudnn_backward(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x) for x in inputs[:3])
 
 
-CUDNN = {aten._cudnn_attention_forward: _cudnn_forward, aten._cudnn_attention_backward: _cudnn_backward}
+def ranks(group_name: str) -> int:
+    """The number of ranks of a group."""
+    return dist.distributed_c10d._resolve_process_group(group_name).size()  # pyright: ignore[reportArgumentType]
+
+
+def _gather_matmul(x: Tensor, matrices: list[Tensor], _: int, group: str) -> tuple[Tensor, list[Tensor]]:
+    """What `fused_all_gather_matmul` returns, whose own shapes come from collectives."""
+    whole = x.new_empty(ranks(group) * len(x), *x.shape[1:])
+    return whole, [x.new_empty(*whole.shape[:-1], each.shape[1]) for each in matrices]
+
+
+def _matmul_scatter(x: Tensor, matrix: Tensor, _: str, __: int, group: str) -> Tensor:
+    """Likewise, `fused_matmul_reduce_scatter`."""
+    return x.new_empty(len(x) // ranks(group), *x.shape[1:-1], matrix.shape[1])
+
+
+GATHER, SCATTER = torch.ops.symm_mem.fused_all_gather_matmul, torch.ops.symm_mem.fused_matmul_reduce_scatter
+SHAPES = {
+    aten._cudnn_attention_forward: _cudnn_forward,
+    aten._cudnn_attention_backward: _cudnn_backward,
+    GATHER: _gather_matmul,
+    SCATTER: _matmul_scatter,
+}
+"""Ops that have no shapes of their own for fake tensors."""
 
 
 def _is_masked(packet: Any, args: Any) -> bool:
@@ -468,6 +501,7 @@ def _cuda_calls(gpu: FakeGpu) -> Iterator[None]:
             "manual_seed": lambda *_: None,
         },
         torch: {"compile": gpu.compiled},
+        symmetric: {"get_symm_mem_workspace": gpu.shares},
         torch.accelerator: {"current_stream": lambda *_: _Stream(gpu.waits_for)},
         platform: {"_gpus_compile": lambda: True},
         # By Triton, in a kernel each.

@@ -99,6 +99,7 @@ def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:
         if hasattr(value, "cache_clear"):
             value.cache_clear()
     gpu.capability = case.capability
+    gpu.symmetric.clear()
     config = load_config(case.flags)
     plan = Estimate.of(config, case.world)
     dist.init_process_group(FAKE, store=FakeStore(), rank=case.rank, world_size=case.world)

@@ -40,18 +40,12 @@ from megatron_hetero.hf.weight_map import Share, TensorShapes, WeightMap, column
 from megatron_hetero.models.layers.compiled import NormWeights, gated, heads, run
 from megatron_hetero.models.layers.dropout import TokenIds
 from megatron_hetero.models.layers.kernels import HALF, Kernel, kernel_for
+from megatron_hetero.models.layers.low_rank import adapted
 from megatron_hetero.models.layers.norms import Norm
-from megatron_hetero.models.layers.overlapped import (
-    Overlapping,
-    ahead_of,
-    chunk_sizes,
-    first_in_chunks,
-    gather_ahead,
-    second_in_chunks,
-)
+from megatron_hetero.models.layers.overlapped import ahead_of, gather_ahead
 from megatron_hetero.models.layers.parts import AttentionPart, Operations, Site, Tokens, kinds, named
 from megatron_hetero.models.layers.recompute import not_saving, recompute
-from megatron_hetero.models.layers.rotary import Order, rotate, rotated_heads, split_heads, unbound
+from megatron_hetero.models.layers.rotary import rotate, rotated_heads, split_heads, unbound
 from megatron_hetero.models.layers.segments import (
     PackedSegments,
     gather_keys,
@@ -240,12 +234,8 @@ class TorchAttention(torch.nn.Module):
         return kernel(q_nHD, k_KHD, v_KHD, packed_seq_params, causal=self.causal).flatten(1)
 
 
-class TokenMixer(Overlapping):
-    """Base class of attention modules: an input projection, mixing of tokens, and an output projection. The tp
-    communication of the projections can overlap with their matrix products.
-    """
-
-    tp_group: dist.ProcessGroup
+class TokenMixer(torch.nn.Module):
+    """Base class of attention modules: an input projection, mixing of tokens, and an output projection."""
 
     def forward(self, hidden: Tensor, table_2nD: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor | None]:
         """Map `hidden` [S, 1, hidden] to an output of the same shape, and a bias that the caller adds.
@@ -253,30 +243,28 @@ class TokenMixer(Overlapping):
         `table_2nD`: cosines and sines of the rotary embedding.
         """
         first, second = self.linears()
-        chunks, tokens = chunk_sizes(self, len(hidden)), table_2nD.shape[1]
-        order = None
-        if len(chunks) > 1:
-            order = Order.of_chunks(chunks, self.tp_group.size(), tokens, hidden.device)
-        ahead = ahead_of(first, chunks)
+        ahead = ahead_of(first)
         with not_saving(hidden):
-            projected, _ = first_in_chunks(first, hidden, chunks, ahead, params.ids)
-        out, gate = self._mixed(projected, table_2nD, params, order)
+            projected, _ = adapted(first, hidden, params.ids, ahead)
+        out, gate = self._mixed(projected, table_2nD, params)
         if ahead is not None:
             with not_saving(hidden):
                 out = gather_ahead(out, hidden, ahead)
-        padded = self._padded(out, gate, len(projected) - tokens, order)
+        padded = self._padded(out, gate, len(projected) - table_2nD.shape[1])
         with not_saving(padded):
-            return second_in_chunks(second, padded, chunks, params.ids)
+            return adapted(second, padded, params.ids)
 
-    def _mixed(
-        self, projected: Tensor, table_2nD: Tensor, params: AttentionParams, order: Order | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Mix the tokens of the input projection `projected` [S, 1, ...], whose rows are in `order`. Return the result
-        [n, H * D] and its gate, if any.
+    def linears(self) -> tuple[Any, Any]:
+        """Return the input projection and the output projection."""
+        raise NotImplementedError
+
+    def _mixed(self, projected: Tensor, table_2nD: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor | None]:
+        """Mix the tokens of the input projection `projected` [S, 1, ...]. Return the result [n, H * D] and its gate, if
+        any.
         """
         raise NotImplementedError
 
-    def _padded(self, out: Tensor, gate: Tensor | None, padding: int, order: Order | None) -> Tensor:
+    def _padded(self, out: Tensor, gate: Tensor | None, padding: int) -> Tensor:
         """Return the input of the output projection, [S, 1, H * D], from the result and gate that `_mixed` returns."""
         raise NotImplementedError
 
@@ -331,57 +319,46 @@ class PackedSelfAttention(TokenMixer):
         """Return the input projection and the output projection."""
         return self.linear_qkv, self.linear_proj
 
-    def _mixed(
-        self, projected: Tensor, table_2nD: Tensor, params: AttentionParams, order: Order | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def _mixed(self, projected: Tensor, table_2nD: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor | None]:
         """Compute attention from the input projection; see `TokenMixer._mixed`."""
         heads, gate = projected.view(*projected.shape[:-1], self.groups_on_rank, -1), None
         if self.gates:
             heads, gate = heads.split((heads.shape[-1] - self.gates, self.gates), dim=-1)
             gate = gate.flatten(-2).contiguous()  # A view would keep the whole projection alive.
-        return self._attention(heads, table_2nD, params, order), gate
+        return self._attention(heads, table_2nD, params), gate
 
-    def _padded(self, out: Tensor, gate: Tensor | None, padding: int, order: Order | None) -> Tensor:
-        """Gate, reorder and pad the result of attention; see `TokenMixer._padded`."""
-        # With padding, a gate or reordering, the input of the output projection is a copy of what attention saves.
-        # Selective recomputation recomputes this copy; a reordered copy without padding is always recomputed.
-        if order is None:
-            again = self.selective and (padding > 0 or gate is not None)
-        else:
-            again = self.selective or padding == 0
+    def _padded(self, out: Tensor, gate: Tensor | None, padding: int) -> Tensor:
+        """Gate and pad the result of attention; see `TokenMixer._padded`."""
+        # With padding or a gate, the input of the output projection is a copy of what attention saves.
+        again = self.selective and (padding > 0 or gate is not None)
         inputs = (out,) if gate is None else (out, gate)
-        return _computed(partial(self._output, padding, order), *inputs, again=again)
+        return _computed(partial(self._output, padding), *inputs, again=again)
 
-    def _output(self, padding: int, order: Order | None, out: Tensor, gate: Tensor | None = None) -> Tensor:
-        if order is not None:
-            out = order.placed(out)
-        elif padding:
+    def _output(self, padding: int, out: Tensor, gate: Tensor | None = None) -> Tensor:
+        if padding:
             out = F.pad(out, (0, 0, 0, padding))
         out = out.unsqueeze(1)
         if gate is None:
             return out
         return run(gated, out, gate) if self.compiled else out * gate.sigmoid()
 
-    def _attention(
-        self, mixed: Tensor, table_2nD: Tensor, params: AttentionParams, order: Order | None = None
-    ) -> Tensor:
-        """Compute attention [n, H * D] from a projection [S, 1, G, heads of a group * D] with rows in `order`."""
+    def _attention(self, mixed: Tensor, table_2nD: Tensor, params: AttentionParams) -> Tensor:
+        """Compute attention [n, H * D] from a projection [S, 1, G, heads of a group * D]."""
         # Without norms of heads, recomputation saves nothing: q, k and v together are as large as the projection.
         again = self.selective and self.q_layernorm is not None
-        q, k, v = _computed(partial(self._heads, table_2nD, order), mixed, again=again)
+        q, k, v = _computed(partial(self._heads, table_2nD), mixed, again=again)
         with not_saving(q, k, v):
             if self.windowed:
                 return self._attend(q, k, v, params.windows)
             return attend_across(self._attend, q, k, v, params, self.sp_group, self.context_group)
 
-    def _heads(self, table_2nD: Tensor, order: Order | None, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, table_2nD: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return normed and rotated queries and keys, and values, from the projection `mixed`, without padding: each
         [n, H, D], or [n, members, heads of a member, D] for an exchange of heads.
         """
         dim, q_norm, k_norm = self.head_dim, self.q_layernorm, self.k_layernorm
         if q_norm is None and not self.compiled:
-            return rotated_heads(mixed, table_2nD, dim, order, members=self._members(mixed.shape[-2]))
-        mixed = mixed if order is None else order.chosen(mixed)
+            return rotated_heads(mixed, table_2nD, dim, members=self._members(mixed.shape[-2]))
         if self.compiled:
             norms = [None if norm is None else NormWeights.of(norm) for norm in (q_norm, k_norm)]
             return run(heads, mixed, *unbound(table_2nD), dim, *norms)

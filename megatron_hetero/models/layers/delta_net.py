@@ -267,14 +267,10 @@ class DeltaNetModule(TokenMixer):
         """The heads that this rank computes for whole sequences."""
         return self.over_cp[self.context_group.rank()]
 
-    def _mixed(
-        self, projected: Tensor, table_2nD: Tensor, params: AttentionParams, order: Order | None
-    ) -> tuple[Tensor, Tensor]:
+    def _mixed(self, projected: Tensor, table_2nD: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
         """Apply convolution and delta rule; see `TokenMixer._mixed`. `table_2nD` only gives the number of tokens."""
         tokens = table_2nD.shape[1]
-        if order is not None:
-            projected = order.chosen(projected)
-        elif len(projected) > tokens:
+        if len(projected) > tokens:
             projected = projected[:tokens]
         mixed_width, gate_width = sum(self.heads.sizes), self.heads.sizes[2]
         widths = mixed_width, gate_width, projected.shape[-1] - mixed_width - gate_width
@@ -284,13 +280,13 @@ class DeltaNetModule(TokenMixer):
             gate = gate.contiguous()
         return self._across(mixed_nc, params), gate
 
-    def _padded(self, out: Tensor, gate: Tensor | None, padding: int, order: Order | None) -> Tensor:
-        """Normalise, gate, reorder and pad the output of the rule; see `TokenMixer._padded`."""
+    def _padded(self, out: Tensor, gate: Tensor | None, padding: int) -> Tensor:
+        """Normalise, gate and pad the output of the rule; see `TokenMixer._padded`."""
         assert gate is not None, "delta nets have a gate"
         # Recompute these elementwise operations, whose intermediate results are several times as large as their input.
-        return recompute(partial(self._output, padding, order), out, gate)
+        return recompute(partial(self._output, padding), out, gate)
 
-    def _output(self, padding: int, order: Order | None, out: Tensor, gate: Tensor) -> Tensor:
+    def _output(self, padding: int, out: Tensor, gate: Tensor) -> Tensor:
         by_head = -1, self.heads.value_count, self.heads.value_dim
         out, gate = out.view(by_head), gate.view(by_head)
         if self.compiled:
@@ -298,9 +294,7 @@ class DeltaNetModule(TokenMixer):
         else:
             out = gated_by_silu(self.norm(out), gate)
         out = out.flatten(1)
-        if order is not None:
-            out = order.placed(out)
-        elif padding:
+        if padding:
             out = F.pad(out, (0, 0, 0, padding))
         return out.unsqueeze(1)
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Self
 
@@ -57,20 +57,10 @@ class TokenIds:
     """
 
     values: Tensor
-    _by_chunk: dict[tuple[int, ...], Tensor] = field(default_factory=dict[tuple[int, ...], Tensor])
 
     def local(self, rank: int) -> Tensor:
         """Return the ids of a tp rank's tokens, where activations are split."""
         return self.values[rank]
-
-    def by_chunk(self, chunks: Sequence[int]) -> Tensor:
-        """Return the ids of all tokens, chunk by chunk and within a chunk rank by rank. `chunks`: sizes per rank."""
-        if len(self.values) == 1:
-            return self.values[0]
-        key = tuple(chunks)
-        if key not in self._by_chunk:
-            self._by_chunk[key] = torch.cat([chunk.flatten() for chunk in self.values.split(key, dim=1)])
-        return self._by_chunk[key]
 
     def of_units(self, unit: int) -> TokenIds:
         """Return the ids of units of `unit` consecutive tokens: the id of the first token of each unit."""

@@ -21,8 +21,8 @@ from megatron_hetero.hf.weight_map import (
 )
 from megatron_hetero.hf.weight_map import share as share_of
 from megatron_hetero.models.layers.dropout import TokenIds
+from megatron_hetero.models.layers.low_rank import adapted
 from megatron_hetero.models.layers.norms import Norm
-from megatron_hetero.models.layers.overlapped import first_in_chunks, second_in_chunks
 from megatron_hetero.models.layers.parts import Operations, Part, Site, Tokens, kinds, named
 
 
@@ -128,8 +128,8 @@ class PatchMerger(torch.nn.Module):
         """Merge `patches` [S, 1, hidden] into rows [S / unit, out]. `ids`: ids of patches, for dropout."""
         units = self.norm(patches.view(-1, 1, self.normed)).view(-1, 1, self.width)
         ids = ids and ids.of_units(self.unit)
-        hidden, _ = first_in_chunks(self.linear_fc1, units, (len(units),), ids=ids)
-        return second_in_chunks(self.linear_fc2, torch.nn.functional.gelu(hidden), (len(units),), ids)[0].squeeze(1)
+        hidden, _ = adapted(self.linear_fc1, units, ids)
+        return adapted(self.linear_fc2, torch.nn.functional.gelu(hidden), ids)[0].squeeze(1)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,10 @@ from megatron_hetero.groups.platform import Function
 
 LEAST = 2**24
 """Minimum number of multiplications of a product that uses oneDNN."""
+FUSED = 1024
+"""Minimum width of a rank's part of a linear layer whose products are fused with exchanges. Those of narrower ones take
+less time than the exchange on an H100, and fetching activations rank by rank takes more than a collective.
+"""
 NARROW = 64
 """Minimum size of each dim of a product that uses oneDNN, which is slower for smaller dims."""
 
@@ -118,16 +122,22 @@ def _is_shared(parameter: Tensor) -> bool:
     return getattr(parameter, "zero_out_wgrad", False)
 
 
-Sharing = Literal["split", "whole", "none"]
-"""How ranks share tokens over tp: each has some of the tokens (`split`); each has all tokens, and computes partial sums
-of their gradients (`whole`); or nothing is exchanged (`none`).
+Sharing = Literal["split", "fused", "whole", "none"]
+"""How ranks share tokens over tp: each has some of the tokens (`split`; `fused` if exchanges are fused with products);
+each has all tokens, and computes partial sums of their gradients (`whole`); or nothing is exchanged (`none`).
 """
 
 
 class ColumnLinear(tensor_parallel.ColumnParallelLinear):
     """Column-parallel linear layer. It adds its bias itself, regardless of `skip_bias_add`."""
 
-    exchanges_in_chunks = True
+    split: Sharing = "split"
+    """How sequence-parallel activations are exchanged: see `fuse_exchanges`."""
+
+    @property
+    def hidden(self) -> int:
+        """Width of the activations that are exchanged."""
+        return self.input_size
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_: Tensor, *_: Any, ahead: Any = None, **__: Any
@@ -138,7 +148,7 @@ class ColumnLinear(tensor_parallel.ColumnParallelLinear):
             input_: this rank's tokens.
             ahead: early gather of the input in the backward pass (`overlapped.Ahead`), if any.
         """
-        sharing = "split" if self.sequence_parallel else "whole" if self.allreduce_dgrad else "none"
+        sharing = self.split if self.sequence_parallel else "whole" if self.allreduce_dgrad else "none"
         return _linear(self, input_, self.bias, sharing, ahead), None
 
 
@@ -147,13 +157,20 @@ class RowLinear(tensor_parallel.RowParallelLinear):
     rank.
     """
 
-    exchanges_in_chunks = True
+    split: Sharing = "split"
+
+    @property
+    def hidden(self) -> int:
+        """Width of the activations that are exchanged."""
+        return self.output_size
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Map [S, 1, in / tp] to [S, 1, out] (or [S / tp, 1, out] with sequence-parallel activations)."""
         if self.input_size_per_partition == self.input_size:
             return _linear(self, input_, self.bias), None
         group: Any = self.tp_group
+        if self.sequence_parallel and self.split == "fused":
+            return _Scattered.apply(input_, self.weight, self.bias, group), None  # pyright: ignore[reportReturnType]
         bias = None if self.bias is None or group.rank() > 0 else self.bias.detach()
         sharing = "split" if self.sequence_parallel else "whole"
         return _Summed.apply(_linear(self, input_, bias), self.bias, sharing, group), None  # pyright: ignore[reportReturnType]
@@ -165,6 +182,18 @@ class WholeLinear(torch.nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Map [S, in] to [S, out]."""
         return _Linear.apply(input, self.weight, self.bias, "none", None, None)  # pyright: ignore[reportReturnType]
+
+
+def fuse_exchanges(model: torch.nn.Module) -> None:
+    """Fuse products of linear layers with their exchanges of sequence-parallel activations over tp, where the product
+    takes as long as the exchange. Raises `RuntimeError` if the GPUs of a tp group cannot read each other's memory.
+    """
+    layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, (ColumnLinear, RowLinear))]
+    fused = [layer for layer in layers if layer.weight.numel() >= FUSED * layer.hidden]
+    for layer in fused:
+        layer.split = "fused"
+    if fused and fused[0].weight.is_cuda:
+        _reserve(fused[0].tp_group, fused[0].weight.itemsize)
 
 
 def _linear(layer: Any, x: Tensor, bias: Tensor | None = None, sharing: Sharing = "none", ahead: Any = None) -> Tensor:
@@ -188,7 +217,7 @@ class _Summed(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        grad_partial, work = _gathered(grad, ctx.group, async_op=True) if ctx.sharing == "split" else (grad, None)
+        grad_partial, work = gathered(grad, ctx.group, async_op=True) if ctx.sharing == "split" else (grad, None)
         grad_bias = grad.flatten(0, -2).sum(dim=0) if ctx.needs_input_grad[1] else None
         if work is not None:
             work.wait()
@@ -203,25 +232,26 @@ class _Linear(Function):
         ctx.save_for_backward(x if ctx.needs_input_grad[1] and ahead is None else None, weight)
         # Keep the parameter itself, for its `main_grad`.
         ctx.parameter, ctx.sharing, ctx.group, ctx.ahead = weight, sharing, group, ahead
-        whole, _ = _gathered(x, group) if sharing == "split" else (x, None)
+        if sharing == "fused":
+            return gathered_product(x, weight.t(), group, bias)[1]
+        whole, _ = gathered(x, group) if sharing == "split" else (x, None)
         return product(whole, weight.t(), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
-        grad_x = grad_weight = reducing = None
-        gathering: list[Any] = []
+        grad_x = grad_weight = gathering = reducing = None
         # This order overlaps each exchange with a product.
         if ctx.ahead is not None:
             x, gathering = ctx.ahead.take()
-        elif ctx.needs_input_grad[1] and ctx.sharing == "split":
-            x, work = _gathered(x, ctx.group, async_op=True)
-            gathering = [work]
+        elif ctx.needs_input_grad[1] and ctx.sharing in ("split", "fused"):
+            x, gathering = gathered(x, ctx.group, async_op=True)
         if ctx.needs_input_grad[0]:
-            grad_x = product(grad, weight)
-        for work in gathering:
-            work.wait()
-        if grad_x is not None and ctx.sharing != "none":
+            fused = ctx.sharing == "fused"
+            grad_x = scattered_product(grad, weight, ctx.group) if fused else product(grad, weight)
+        if gathering is not None:
+            gathering.wait()
+        if grad_x is not None and ctx.sharing in ("split", "whole"):
             grad_x, reducing = _reduced(grad_x, ctx.group, ctx.sharing)
         rows = grad.flatten(0, -2)
         if ctx.needs_input_grad[1]:
@@ -232,7 +262,77 @@ class _Linear(Function):
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
-def _gathered(x: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> tuple[Tensor, dist.Work | None]:
+class _Scattered(Function):
+    """Autograd function of a row-parallel layer whose exchanges are fused with products."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.parameter, ctx.group = weight, group
+        out = scattered_product(x, weight.t(), group)
+        return out if bias is None else out.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        whole, grad_x = gathered_product(grad, weight, ctx.group)
+        grad_weight = grad_bias = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = gradient_of_weight(ctx.parameter, whole.flatten(0, -2).t(), x.flatten(0, -2))
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.flatten(0, -2).sum(dim=0)
+        return grad_x if ctx.needs_input_grad[0] else None, grad_weight, grad_bias, None
+
+
+def gathered_product(
+    x: Tensor, matrix: Tensor, group: dist.ProcessGroup, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the activations `x` [S / tp, 1, in] of all ranks of `group`, [S, 1, in], and their product with `matrix`
+    [in, out] plus `bias` [out].
+
+    On GPUs, copy engines fetch the activations of one rank from its symmetric memory while those of another are
+    multiplied (PyTorch's `fused_all_gather_matmul`; Wang et al. 2023, ASPLOS, "Overlap Communication with Dependent
+    Computation via Decomposition"). Collectives of NCCL would wait for multiprocessors, which a product holds.
+    """
+    if not (x.is_cuda and len(x)):
+        whole, _ = gathered(x, group)
+        return whole, product(whole, matrix, bias)
+    _reserve(group, x.nbytes)
+    gather_matmul = torch.ops.symm_mem.fused_all_gather_matmul
+    whole, (out,) = gather_matmul(x.contiguous(), [matrix], 0, group.group_name)
+    return whole, out if bias is None else out.add_(bias)
+
+
+def scattered_product(x: Tensor, matrix: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the product of `x` [S, 1, in / tp] and `matrix` [in / tp, out], summed over the ranks of `group`, for this
+    rank's tokens: [S / tp, 1, out]. See `gathered_product`; sums are computed in fp32.
+    """
+    if not (x.is_cuda and len(x)):
+        out, work = _reduced(product(x, matrix), group, "split")
+        if work is not None:
+            work.wait()
+        return out
+    # The partial sums for two ranks: one of them is fetched while the other is computed.
+    _reserve(group, 2 * len(x) // group.size() * matrix.shape[1] * x.itemsize)
+    return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", 0, group.group_name)
+
+
+def _reserve(group: dist.ProcessGroup, size: int) -> None:
+    """Make the symmetric memory of `group` at least `size` bytes. Its ranks wait for each other when it grows, so that
+    it grows to powers of two.
+    """
+    from torch.distributed._symmetric_memory import get_symm_mem_workspace  # This import defines the operators.
+
+    get_symm_mem_workspace(group.group_name, symmetric_bytes(size))  # pyright: ignore[reportArgumentType]
+
+
+def symmetric_bytes(size: int) -> int:
+    """Return the symmetric memory in bytes that is reserved for `size` bytes."""
+    return 1 << max(20, (size - 1).bit_length())
+
+
+def gathered(x: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> tuple[Tensor, dist.Work | None]:
+    """Return the activations `x` [S / tp, 1, in] of all ranks, [S, 1, in], and the work after which they are valid."""
     out = x.new_empty(len(x) * group.size(), *x.shape[1:])
     return out, dist.all_gather_into_tensor(out, x.contiguous(), group=group, async_op=async_op)
 

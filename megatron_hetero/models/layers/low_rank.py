@@ -16,7 +16,6 @@ low-rank gradient in the backward pass, so that the gradient of A is complete on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -29,6 +28,7 @@ from megatron_hetero.groups.platform import Function, on_device
 from megatron_hetero.hf.weight_map import Interval
 from megatron_hetero.models.layers.dropout import Dropout, TokenIds
 from megatron_hetero.models.layers.linear import add_product, gradient_of_weight, product
+from megatron_hetero.models.layers.overlapped import Ahead
 from megatron_hetero.models.layers.parts import Site
 
 
@@ -87,11 +87,9 @@ class LowRank(torch.nn.Module):
         self.A.sequence_parallel = self.splits and not shape.by_input  # pyright: ignore[reportAttributeAccessIssue]
         self.B.sequence_parallel = self.splits if shape.by_input else site.tp > 1  # pyright: ignore[reportAttributeAccessIssue]
 
-    def add(self, out: Tensor, x: Tensor, chunks: Sequence[int], ids: TokenIds | None = None) -> Tensor:
-        """Add the low-rank product to `out`, the output of the linear layer for `x`.
-
-        `chunks`: sizes of the chunks in which tokens are exchanged, see `overlapped`. `ids`: ids of all tokens; None
-        for no dropout.
+    def add(self, out: Tensor, x: Tensor, ids: TokenIds | None = None) -> Tensor:
+        """Add the low-rank product to `out`, the output of the linear layer for `x`. `ids`: ids of all tokens; None for
+        no dropout.
         """
         low: Any
         drops = None if ids is None else self.shape.dropout
@@ -99,11 +97,11 @@ class LowRank(torch.nn.Module):
             low = _Low.apply(x, self.A)
         else:
             is_local = self.splits and not self.shape.by_input
-            low = drops.linear(x, self.A, ids.local(self.tp_group.rank()) if is_local else ids.by_chunk(chunks))
-        low = self._scaled(self._exchanged(low, chunks), 1 if drops is None else drops.scale)
+            low = drops.linear(x, self.A, ids.local(self.tp_group.rank()) if is_local else ids.values.flatten())
+        low = self._scaled(self._exchanged(low), 1 if drops is None else drops.scale)
         return _Added.apply(out.clone() if out._is_view() else out, low, self.B, self.shape)  # pyright: ignore[reportReturnType]
 
-    def _exchanged(self, low: Tensor, chunks: Sequence[int]) -> Tensor:
+    def _exchanged(self, low: Tensor) -> Tensor:
         """Exchange the low-rank activations of local tokens or local inputs over tp, in one collective."""
         group: Any = self.tp_group
         if group.size() == 1:
@@ -113,10 +111,8 @@ class LowRank(torch.nn.Module):
         if not self.splits:
             return tensor_parallel.copy_to_tensor_model_parallel_region(low, group=group)
         if self.shape.by_input:
-            by_rank = _by_rank(low, chunks, group.size())
-            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(by_rank, group=group)
-        gathered = tensor_parallel.gather_from_sequence_parallel_region(low, group=group)
-        return _by_chunk(gathered, chunks, group.size())
+            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(low, group=group)
+        return tensor_parallel.gather_from_sequence_parallel_region(low, group=group)
 
     def _scaled(self, low: Tensor, factor: float) -> Tensor:
         scales = tuple(factor * scale for scale in self.shape.scales)
@@ -176,21 +172,6 @@ class _Added(Function):
         return grad, grad_low, grad_spread[_indices(shape.rows, b.device)], None
 
 
-def _by_chunk(x: Tensor, chunks: Sequence[int], ranks: int) -> Tensor:
-    """Reorder tokens from rank-major to chunk-major order."""
-    if len(chunks) == 1:
-        return x
-    return torch.cat([chunk.flatten(0, 1) for chunk in x.unflatten(0, (ranks, sum(chunks))).split(list(chunks), dim=1)])
-
-
-def _by_rank(x: Tensor, chunks: Sequence[int], ranks: int) -> Tensor:
-    """Reorder tokens from chunk-major to rank-major order."""
-    if len(chunks) == 1:
-        return x
-    pieces = zip(x.split([ranks * tokens for tokens in chunks]), chunks, strict=True)
-    return torch.cat([piece.unflatten(0, (ranks, tokens)) for piece, tokens in pieces], dim=1).flatten(0, 1)
-
-
 def _spread(b: Tensor, shape: LowRankShape) -> Tensor:
     """Return B as a matrix [out, k r], in which each row is zero outside the columns of its projection."""
     if shape.is_dense:
@@ -215,7 +196,12 @@ def _repeated(scales: tuple[float, ...], r: int, device: torch.device, dtype: to
         return on_device(torch.tensor(scales).repeat_interleave(r), device).to(dtype)
 
 
-def with_added(layer: Any, out: Tensor, x: Tensor, chunks: Sequence[int], ids: TokenIds | None = None) -> Tensor:
-    """Return the output `out` of `layer` for `x`, with the product of its adapters added (see `LowRank.add`)."""
+def adapted(
+    layer: Any, x: Tensor, ids: TokenIds | None = None, ahead: Ahead | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the output of a linear layer for `x`, with the product of its adapters added, and a bias that the caller
+    adds. `ids`: see `LowRank.add`. `ahead`: early gather of `x` in the backward pass.
+    """
+    out, bias = layer(x) if ahead is None else layer(x, ahead=ahead)
     lora: LowRank | None = getattr(layer, "lora", None)
-    return out if lora is None else lora.add(out, x, chunks, ids)
+    return out if lora is None else lora.add(out, x, ids), bias

@@ -30,14 +30,8 @@ from megatron_hetero.hf.weight_map import (
 )
 from megatron_hetero.models.layers.compiled import activated, run
 from megatron_hetero.models.layers.dropout import TokenIds, ids_of_chunks
-from megatron_hetero.models.layers.overlapped import (
-    Overlapping,
-    ahead_of,
-    chunk_sizes,
-    first_in_chunks,
-    gather_ahead,
-    second_in_chunks,
-)
+from megatron_hetero.models.layers.low_rank import adapted
+from megatron_hetero.models.layers.overlapped import ahead_of, gather_ahead
 from megatron_hetero.models.layers.parts import LayerCall, MLPPart, Operations, Site, Tokens, kinds
 from megatron_hetero.models.layers.recompute import not_saving, recompute
 
@@ -121,7 +115,7 @@ def _gate_and_up(names: Sequence[str], ffn: int, local: Share) -> tuple[TensorSl
     return TensorSlice(gate, rows, padding=padding), TensorSlice(up, rows, at=length, padding=padding)
 
 
-class MLPModule(Overlapping):
+class MLPModule(torch.nn.Module):
     """Torch module of an `MLP`. `site.recompute` controls what is saved for the backward pass:
 
     selective   the product of gate and up (without a gate, the output of the activation) is recomputed
@@ -141,10 +135,6 @@ class MLPModule(Overlapping):
         self.linear_fc1 = site.column_linear(mlp.hidden, ffn * (1 + mlp.gated), bias=mlp.bias, name="fc1")
         self.linear_fc2 = site.row_linear(ffn, mlp.hidden, bias=mlp.bias, leaves_bias=True, name="fc2")
 
-    def linears(self) -> tuple[Any, Any]:
-        """Return the two linear layers."""
-        return self.linear_fc1, self.linear_fc2
-
     def forward(self, hidden: Tensor, call: LayerCall) -> tuple[Tensor, Tensor | None]:
         """Apply the MLP to `hidden` [S, 1, hidden], or [S / tp, 1, hidden] where activations are split. Return the
         output and a bias that the caller adds.
@@ -154,25 +144,23 @@ class MLPModule(Overlapping):
         outs, bias = [], None
         chunks = hidden.split(max(1, self.recompute.chunk // self.shards))
         for chunk, ids in zip(chunks, ids_of_chunks(call.ids, chunks), strict=True):
-            first = partial(first_in_chunks, self.linear_fc1, chunks=(len(chunk),), ids=ids)
             with not_saving(hidden):
-                product = recompute(lambda x, first=first: self._product(first(x)[0]), chunk)
+                product = recompute(lambda x, ids=ids: self._product(adapted(self.linear_fc1, x, ids)[0]), chunk)
             with not_saving(product):
-                out, bias = second_in_chunks(self.linear_fc2, product, (len(chunk),), ids)
+                out, bias = adapted(self.linear_fc2, product, ids)
             outs.append(out)
         return torch.cat(outs), bias
 
     def _at_once(self, hidden: Tensor, ids: TokenIds | None) -> tuple[Tensor, Tensor | None]:
-        chunks = chunk_sizes(self, len(hidden))
-        ahead = ahead_of(self.linear_fc1, chunks)
+        ahead = ahead_of(self.linear_fc1)
         with not_saving(hidden):
-            wide, _ = first_in_chunks(self.linear_fc1, hidden, chunks, ahead, ids)
+            wide, _ = adapted(self.linear_fc1, hidden, ids, ahead)
         product = inner = recompute(self._product, wide) if self.recompute.selective else self._product(wide)
         if ahead is not None:
             with not_saving(hidden):
                 inner = gather_ahead(product, hidden, ahead)
         with not_saving(product):
-            return second_in_chunks(self.linear_fc2, inner, chunks, ids)
+            return adapted(self.linear_fc2, inner, ids)
 
     def _product(self, wide: Tensor) -> Tensor:
         """Return the activated gate times up, [..., ffn], from `wide` [..., 2 ffn]; without a gate, return the

@@ -92,16 +92,6 @@ class Order(NamedTuple):
     rows: Tensor
     tokens: Tensor
 
-    @classmethod
-    def of_chunks(cls, chunks: tuple[int, ...], ranks: int, tokens: int, device: torch.device) -> Self:
-        """Return the order by chunks: each chunk has the tokens of rank 0, then of rank 1, and so on.
-
-        `chunks`: number of tokens of a rank in each chunk. Ranks have consecutive tokens of a sequence of `tokens`
-        tokens, which padding follows.
-        """
-        rows, tokens_by_row = _chunk_rows(chunks, ranks, device)
-        return cls(rows[:tokens], tokens_by_row)
-
     def chosen(self, x: Tensor) -> Tensor:
         """Return the rows of `x` [S, ...] in the order of tokens, without padding: [n, ...]."""
         return _Reordered.apply(x, self, False)  # pyright: ignore[reportReturnType]
@@ -109,15 +99,6 @@ class Order(NamedTuple):
     def placed(self, x: Tensor) -> Tensor:
         """Return [S, ...] with the tokens `x` [n, ...] in their rows, and zeros for padding."""
         return _Reordered.apply(x, self, True)  # pyright: ignore[reportReturnType]
-
-
-@lru_cache(maxsize=16)
-def _chunk_rows(chunks: tuple[int, ...], ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the row of each token, and the token of each row, including padding."""
-    by_chunk = torch.arange(sum(chunks) * ranks).split([ranks * tokens for tokens in chunks])
-    by_rank = [rows.view(ranks, tokens) for rows, tokens in zip(by_chunk, chunks, strict=True)]
-    rows = torch.cat(by_rank, dim=1).flatten()
-    return on_device(rows, device), on_device(rows.argsort(), device)
 
 
 class _Reordered(Function):
@@ -142,22 +123,17 @@ def rotate(x_nHD: Tensor, table_2nD: Tensor) -> Tensor:
     return _Rotate.apply(x_nHD, table_2nD)  # pyright: ignore[reportReturnType]
 
 
-def rotated_heads(
-    mixed: Tensor, table_2nD: Tensor, dim: int, order: Order | None = None, *, members: int = 1
-) -> tuple[Tensor, Tensor, Tensor]:
+def rotated_heads(mixed: Tensor, table_2nD: Tensor, dim: int, *, members: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Return rotated queries, rotated keys, and values, each [n, H, D].
 
     Args:
         mixed: projection [S, 1, G, heads of a group * D] with the queries, the key and the value of each group.
         table_2nD: cosines and sines.
         dim: D.
-        order: placement of the tokens of the projection, if they are not in order.
         members: size of the group that exchanges heads for tokens. If it is larger than 1, the results are
             [n, members, H / members, D]: in this shape the exchange returns gradients as views.
     """
-    if order is not None and not _in_one_pass(mixed, table_2nD):
-        mixed, order = order.chosen(mixed), None
-    return _RotatedHeads.apply(mixed, table_2nD, dim, order, members)  # pyright: ignore[reportReturnType]
+    return _RotatedHeads.apply(mixed, table_2nD, dim, members)  # pyright: ignore[reportReturnType]
 
 
 def split_heads(mixed: Tensor, tokens: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -256,13 +232,11 @@ class _RotatedHeads(Function):
     """Autograd function of `rotated_heads`. No output is a view of the projection, which would stay in memory."""
 
     @staticmethod
-    def forward(
-        ctx: Any, mixed: Tensor, table_2nD: Tensor, dim: int, order: Order | None, members: int
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, mixed: Tensor, table_2nD: Tensor, dim: int, members: int) -> tuple[Tensor, ...]:
         ctx.save_for_backward(table_2nD)
-        ctx.shape, ctx.dim, ctx.order = mixed.shape, dim, order
+        ctx.shape, ctx.dim = mixed.shape, dim
         if _in_one_pass(mixed, table_2nD):
-            out = run(heads_turned, mixed, *unbound(table_2nD), dim, None if order is None else order.rows)
+            out = run(heads_turned, mixed, *unbound(table_2nD), dim)
         else:
             out = _heads_turned_in_passes(mixed, table_2nD, dim)
         return out if members == 1 else tuple(x.unflatten(1, (members, -1)) for x in out)
@@ -272,7 +246,7 @@ class _RotatedHeads(Function):
         (table_2nD,) = ctx.saved_tensors
         one_pass = _in_one_pass(grads[0], table_2nD)
         back = _heads_turned_back if one_pass else _heads_turned_back_in_passes
-        return back(ctx, table_2nD, grads), None, None, None, None
+        return back(ctx, table_2nD, grads), None, None, None
 
 
 def _heads_turned_in_passes(mixed: Tensor, table_2nD: Tensor, dim: int) -> tuple[Tensor, ...]:
@@ -289,9 +263,9 @@ def _heads_turned_in_passes(mixed: Tensor, table_2nD: Tensor, dim: int) -> tuple
 
 
 def _heads_turned_back(ctx: Any, table_2nD: Tensor, grads: Sequence[Tensor]) -> Tensor:
-    # If tokens are in order, pass an empty tensor of the projection's length, which uses no memory.
-    tokens = grads[0].new_empty(ctx.shape[0], 0) if ctx.order is None else ctx.order.tokens
-    return run(heads_turned_back, *grads, *unbound(table_2nD), tokens).view(ctx.shape)
+    # The length of the projection is that of an empty tensor, since compiled functions are dynamic in tensors only.
+    like = grads[0].new_empty(ctx.shape[0], 0)
+    return run(heads_turned_back, *grads, *unbound(table_2nD), like).view(ctx.shape)
 
 
 def _heads_turned_back_in_passes(ctx: Any, table_2nD: Tensor, grads: Sequence[Tensor]) -> Tensor:
@@ -320,30 +294,21 @@ def _same_shape(grad: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
 # ---------------------------------------------------------------------------------- functions that are compiled
 
 
-def heads_turned(
-    mixed: Tensor, cosines_nD: Tensor, sines_nD: Tensor, dim: int, rows: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the forward pass of `rotated_heads`. `rows`: the row of each token if tokens are not in order."""
+def heads_turned(mixed: Tensor, cosines_nD: Tensor, sines_nD: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the forward pass of `rotated_heads`."""
     heads = mixed.view(len(mixed), mixed.shape[-2], mixed.shape[-1] // dim, dim)
     qkv = heads.split((heads.shape[2] - 2, 1, 1), dim=2)
-    q, k, v = (x[: len(cosines_nD)] if rows is None else x[rows] for x in qkv)
+    q, k, v = (x[: len(cosines_nD)] for x in qkv)
     q, k = (turned(x, cosines_nD, sines_nD) for x in (q, k))
     return q.flatten(1, 2), k.flatten(1, 2), v.clone(memory_format=torch.contiguous_format).flatten(1, 2)
 
 
 def heads_turned_back(
-    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cosines_nD: Tensor, sines_nD: Tensor, tokens: Tensor
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cosines_nD: Tensor, sines_nD: Tensor, like: Tensor
 ) -> Tensor:
-    """Compute the backward pass of `rotated_heads`: [S, G, heads of a group, D]. `tokens`: [S], the token of each row
-    (n or larger for padding); an empty tensor [S, 0] if tokens are in order.
-    """
+    """Compute the backward pass of `rotated_heads`: [S, G, heads of a group, D]. `like`: empty, [S, 0]."""
     count = len(grad_v)
     groups, dim = grad_v.shape[1:-1].numel(), grad_v.shape[-1]
-    inputs = *(x.reshape(count, groups, -1, dim) for x in (grad_q, grad_k, grad_v)), cosines_nD, sines_nD
-    if tokens.dim() == 1:
-        inputs = tuple(x[tokens.clamp(max=count - 1)] for x in inputs)
-    q, k, v, cosines, sines = inputs
-    out = torch.cat((*(turned_back(x, cosines, sines) for x in (q, k)), v), dim=2)
-    if tokens.dim() == 1:
-        return out.where((tokens < count)[:, None, None, None], 0)
-    return F.pad(out, (0, 0, 0, 0, 0, 0, 0, len(tokens) - count)) if len(tokens) > count else out
+    q, k, v = (x.reshape(count, groups, -1, dim) for x in (grad_q, grad_k, grad_v))
+    out = torch.cat((*(turned_back(x, cosines_nD, sines_nD) for x in (q, k)), v), dim=2)
+    return F.pad(out, (0, 0, 0, 0, 0, 0, 0, len(like) - count)) if len(like) > count else out
