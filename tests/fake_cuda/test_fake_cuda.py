@@ -16,7 +16,6 @@ import torch
 
 from megatron_hetero.models.layers import rotary
 from megatron_hetero.models.layers.compiled import run
-from megatron_hetero.models.layers.rotary import Order
 from tests.fake_cuda import device, guard, runs
 from tests.fake_cuda.cases import CASES, LONG, Case
 from tests.support.matrix import long
@@ -93,13 +92,12 @@ def test_kernels_are_those_recorded(case: Case, found: runs.Found) -> None:
 
 
 def rotated(function: Callable[..., Any], tokens: int) -> list[Any]:
-    """What one of `layers.rotary` takes, of so many tokens: groups of 3 queries, padding behind them in two parts."""
+    """What one of `layers.rotary` takes, of so many tokens: groups of 3 queries, padding behind them."""
     cosines, sines = torch.randn(2, tokens, 8)
-    order = Order.of_chunks((2, tokens), 2, tokens, torch.device("cpu"))
     if function is rotary.heads_turned:
-        return [torch.randn(2 * tokens + 4, 1, 2, 5 * 8), cosines, sines, 8, order.rows]
+        return [torch.randn(tokens + 4, 1, 2, 5 * 8), cosines, sines, 8]
     if function is rotary.heads_turned_back:
-        return [*(torch.randn(tokens, heads, 8) for heads in (6, 2, 2)), cosines, sines, order.tokens]
+        return [*(torch.randn(tokens, heads, 8) for heads in (6, 2, 2)), cosines, sines, torch.empty(tokens + 4, 0)]
     return [torch.randn(tokens, 6, 8), cosines, sines]
 
 

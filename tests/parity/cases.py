@@ -121,7 +121,7 @@ BUDGET = ("--train.tokens_per_micro_batch", "256", "--data.max_seq_length", "256
 IN_ORDER = ("--data.balance", "off")
 WAVES = [ScheduleSettings(waves=waves) for waves in (1, 2, GLOBAL_BATCH)]
 AHEAD = [ScheduleSettings(run_ahead=ahead) for ahead in (0, 1, 3)]
-OVERLAPPED = ("--vision-tp_overlap", "2", "--text-tp_overlap", "3")
+OVERLAPPED = ("--vision-tp_overlap", "true", "--text-tp_overlap", "true")
 WHOLE = ("--vision-sequence_parallel", "false", "--text-sequence_parallel", "false")
 
 

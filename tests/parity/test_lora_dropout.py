@@ -247,7 +247,7 @@ def test_gradients(case: Case, alone: Get, pools: Pools) -> None:
 
 UPDATED = [
     Case("tp:2", "cp:2", 2, micro=2, flags=FRUGAL),
-    Case("dp:2", "tp:2", 2, micro=4, flags=("--text-tp_overlap", "3")),
+    Case("dp:2", "tp:2", 2, micro=4, flags=("--text-tp_overlap", "true")),
     Case("pp:2", "dp:2", 2, flags=BUDGET),
     Case("sp:4", "tp:2,pp:2", 4, micro=2),
 ]

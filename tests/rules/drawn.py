@@ -64,7 +64,7 @@ def draw(rng: random.Random, world: int, experts: int) -> Drawn:
         if any(axis in layout for axis in ("dp", "sp", "cp")) and rng.random() < 0.3:
             flags += [f"--{name}-zero", str(rng.choice([2, 3]))]
         if "tp" in layout and rng.random() < 0.3:
-            flags += [f"--{name}-tp_overlap", str(rng.choice([2, 3]))]
+            flags += [f"--{name}-tp_overlap", "true"]
     flags += ["--optimizer.name", rng.choice(["sgd", "adamw"])]
     if experts and rng.random() < 0.5:
         flags += [BALANCE, str(COEFFICIENT)]

@@ -25,9 +25,9 @@ from megatron_hetero.groups.platform import Function
 
 LEAST = 2**24
 """Minimum number of multiplications of a product that uses oneDNN."""
-FUSED = 1024
-"""Minimum width of a rank's part of a linear layer whose products are fused with exchanges. Those of narrower ones take
-less time than the exchange on an H100, and fetching activations rank by rank takes more than a collective.
+FUSED = 1280
+"""Minimum width of a rank's part of a linear layer whose products are fused with exchanges on GPUs. A narrower product
+takes less time than its exchange on an H100, and fetching activations rank by rank takes longer than a collective.
 """
 NARROW = 64
 """Minimum size of each dim of a product that uses oneDNN, which is slower for smaller dims."""
@@ -134,11 +134,6 @@ class ColumnLinear(tensor_parallel.ColumnParallelLinear):
     split: Sharing = "split"
     """How sequence-parallel activations are exchanged: see `fuse_exchanges`."""
 
-    @property
-    def hidden(self) -> int:
-        """Width of the activations that are exchanged."""
-        return self.input_size
-
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_: Tensor, *_: Any, ahead: Any = None, **__: Any
     ) -> tuple[Tensor, None]:
@@ -158,11 +153,6 @@ class RowLinear(tensor_parallel.RowParallelLinear):
     """
 
     split: Sharing = "split"
-
-    @property
-    def hidden(self) -> int:
-        """Width of the activations that are exchanged."""
-        return self.output_size
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Map [S, 1, in / tp] to [S, 1, out] (or [S / tp, 1, out] with sequence-parallel activations)."""
@@ -185,15 +175,17 @@ class WholeLinear(torch.nn.Linear):
 
 
 def fuse_exchanges(model: torch.nn.Module) -> None:
-    """Fuse products of linear layers with their exchanges of sequence-parallel activations over tp, where the product
-    takes as long as the exchange. Raises `RuntimeError` if the GPUs of a tp group cannot read each other's memory.
+    """Fuse products of linear layers with their exchanges of sequence-parallel activations over tp; on GPUs, except of
+    layers that are narrower than `FUSED`. Raises `RuntimeError` if GPUs of a tp group cannot read each other's memory.
     """
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, (ColumnLinear, RowLinear))]
-    fused = [layer for layer in layers if layer.weight.numel() >= FUSED * layer.hidden]
-    for layer in fused:
-        layer.split = "fused"
-    if fused and fused[0].weight.is_cuda:
-        _reserve(fused[0].tp_group, fused[0].weight.itemsize)
+    for layer in layers:
+        if not layer.weight.is_cuda:
+            layer.split = "fused"
+        # Column-parallel weights are split by rows, row-parallel weights by columns.
+        elif layer.weight.shape[isinstance(layer, RowLinear)] >= FUSED:
+            layer.split = "fused"
+            _reserve(layer.tp_group, 0, layer.weight.dtype)
 
 
 def _linear(layer: Any, x: Tensor, bias: Tensor | None = None, sharing: Sharing = "none", ahead: Any = None) -> Tensor:
@@ -294,10 +286,10 @@ def gathered_product(
     multiplied (PyTorch's `fused_all_gather_matmul`; Wang et al. 2023, ASPLOS, "Overlap Communication with Dependent
     Computation via Decomposition"). Collectives of NCCL would wait for multiprocessors, which a product holds.
     """
-    if not (x.is_cuda and len(x)):
+    if not _has_symmetric_memory(x):
         whole, _ = gathered(x, group)
         return whole, product(whole, matrix, bias)
-    _reserve(group, x.nbytes)
+    _reserve(group, x.numel(), x.dtype)
     gather_matmul = torch.ops.symm_mem.fused_all_gather_matmul
     whole, (out,) = gather_matmul(x.contiguous(), [matrix], 0, group.group_name)
     return whole, out if bias is None else out.add_(bias)
@@ -307,28 +299,33 @@ def scattered_product(x: Tensor, matrix: Tensor, group: dist.ProcessGroup) -> Te
     """Return the product of `x` [S, 1, in / tp] and `matrix` [in / tp, out], summed over the ranks of `group`, for this
     rank's tokens: [S / tp, 1, out]. See `gathered_product`; sums are computed in fp32.
     """
-    if not (x.is_cuda and len(x)):
+    if not _has_symmetric_memory(x):
         out, work = _reduced(product(x, matrix), group, "split")
         if work is not None:
             work.wait()
         return out
-    # The partial sums for two ranks: one of them is fetched while the other is computed.
-    _reserve(group, 2 * len(x) // group.size() * matrix.shape[1] * x.itemsize)
+    _reserve(group, len(x) // group.size() * matrix.shape[1], x.dtype)
     return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", 0, group.group_name)
 
 
-def _reserve(group: dist.ProcessGroup, size: int) -> None:
-    """Make the symmetric memory of `group` at least `size` bytes. Its ranks wait for each other when it grows, so that
-    it grows to powers of two.
+def _has_symmetric_memory(x: Tensor) -> bool:
+    return x.is_cuda and len(x) > 0
+
+
+def _reserve(group: dist.ProcessGroup, size: int, dtype: torch.dtype) -> None:
+    """Make the symmetric memory of `group` large enough for activations of `size` elements. Ranks wait for each other
+    when it grows.
     """
     from torch.distributed._symmetric_memory import get_symm_mem_workspace  # This import defines the operators.
 
-    get_symm_mem_workspace(group.group_name, symmetric_bytes(size))  # pyright: ignore[reportArgumentType]
+    get_symm_mem_workspace(group.group_name, symmetric_bytes(size, dtype))  # pyright: ignore[reportArgumentType]
 
 
-def symmetric_bytes(size: int) -> int:
-    """Return the symmetric memory in bytes that is reserved for `size` bytes."""
-    return 1 << max(20, (size - 1).bit_length())
+def symmetric_bytes(size: int, dtype: torch.dtype) -> int:
+    """Return the symmetric memory of a group in bytes for activations of a rank of `size` elements: twice as many, of
+    which one half is fetched while the other is computed, rounded up to a power of two so that it seldom grows.
+    """
+    return 1 << max(20, (2 * size * dtype.itemsize - 1).bit_length())
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> tuple[Tensor, dist.Work | None]:

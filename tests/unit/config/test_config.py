@@ -127,8 +127,8 @@ def test_aliases_do_not_fill_the_memory(write) -> None:
 
 
 @pytest.mark.parametrize("more, backend", [
-    ("--text-tp_overlap 1", "auto"), ("--text-tp_overlap 2", "torch"), ("--model.compile layers", "torch"),
-    ("--text-tp_overlap 2 --model.backend te", "te"),
+    ("--text-tp_overlap false", "auto"), ("--text-tp_overlap true", "torch"), ("--model.compile layers", "torch"),
+    ("--text-tp_overlap true --model.backend te", "te"),
 ])  # fmt: skip
 def test_layers_are_ours_where_a_setting_is_theirs_alone(write, more: str, backend: str) -> None:
     """Unless others are asked for, which says so later."""
@@ -315,7 +315,7 @@ IN_FLAGS = [
     ("--text-recompute 1.5", ["modules.text.recompute", "an integer"]),
     ("--text-chunk -8", ["modules.text.chunk", "found -8", "≥ 0"]),
     ("--text-chunk many", ["modules.text.chunk", "an integer"]),
-    ("--text-tp_overlap 0", ["modules.text.tp_overlap", "found 0", "≥ 1"]),
+    ("--text-tp_overlap 2", ["modules.text.tp_overlap", "found 2", "true or false"]),
 ]
 
 WITHOUT_EFFECT = [

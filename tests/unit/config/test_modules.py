@@ -84,7 +84,7 @@ def test_a_file_has_a_mapping_of_modules_and_is_read_back(tmp_path: Path) -> Non
         ("--text-zero 4", ["modules.text.zero (--text-zero)", "one of 1, 2, 3"]),
         ("--text-recompute 0", ["modules.text.recompute (--text-recompute)", "≥ 1"]),
         ("--text-chunk -1", ["modules.text.chunk", "≥ 0"]),
-        ("--text-tp_overlap 0", ["modules.text.tp_overlap", "≥ 1"]),
+        ("--text-tp_overlap 2", ["modules.text.tp_overlap (--text-tp_overlap)", "true or false"]),
         ("--text-lr 0", ["modules.text.lr", "> 0"]),
         (
             "--text-patches_per_call 9",

@@ -26,7 +26,7 @@ TABLE = {
     "model.recompute.text": ("modules.text.recompute (--text-recompute)", "full"),
     "model.chunk.text": ("modules.text.chunk (--text-chunk)", "64"),
     "model.patches_per_call.vision": ("modules.vision.patches_per_call (--vision-patches_per_call)", "640"),
-    "model.tp_overlap.text": ("modules.text.tp_overlap (--text-tp_overlap)", "2"),
+    "model.tp_overlap.text": ("modules.text.tp_overlap (--text-tp_overlap)", "true"),
     "model.sequence_parallel.text": ("modules.text.sequence_parallel (--text-sequence_parallel)", "false"),
     "model.encoders.detail.hf_path": ("modules.detail.hf_path (--detail-hf_path)", "/detail"),
     "model.encoders.detail.token": ("modules.detail.token (--detail-token)", "<y>"),

@@ -71,7 +71,7 @@ def shard_of(tokens: int, measured: Measured, supervised: int = 0) -> SequenceSh
         "dp:1",
         f"tp:4 {WHOLE}",
         "tp:4",
-        "tp:4 --text-tp_overlap 4",
+        "tp:4 --text-tp_overlap true",
         "sp:4 --text-recompute selective",
         f"tp:2,cp:2,sp:2 {WHOLE}",
         "dp:1 --model.freeze text",

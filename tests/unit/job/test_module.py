@@ -47,10 +47,14 @@ def test_encoders_of_the_model_come_first() -> None:
         ),
         ("--vision-recompute experts", ["modules.vision.recompute", "vision has no experts"]),
         ("--text-parallel tp:4 --text-zero 2", ["modules.text.zero", "dp, sp and cp are 1"]),
-        ("--text-parallel dp:4 --text-tp_overlap 2", ["modules.text.tp_overlap", "tp 1"]),
+        ("--text-parallel dp:4 --text-tp_overlap true", ["modules.text.tp_overlap", "tp 1"]),
         (
-            "--text-parallel tp:4 --text-tp_overlap 2 --text-sequence_parallel false",
+            "--text-parallel tp:4 --text-tp_overlap true --text-sequence_parallel false",
             ["modules.text.tp_overlap", "modules.text.sequence_parallel false"],
+        ),
+        (
+            "--text-parallel tp:4 --text-tp_overlap true --model.backend te",
+            ["modules.text.tp_overlap", "model.backend te", "Transformer Engine's layers"],
         ),
         ("--text-layers 10 10 --text-parallel pp:2,dp:2", ["--text-layers", "20 layers in all"]),
     ],

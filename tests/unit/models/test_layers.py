@@ -18,7 +18,7 @@ from megatron_hetero.models.layers import mlp, rotary
 from megatron_hetero.models.layers.linear import gradient_of_weight
 from megatron_hetero.models.layers.mlp import swiglu
 from megatron_hetero.models.layers.norms import LayerNorm, RMSNorm
-from megatron_hetero.models.layers.rotary import Order, rotate, rotated_heads
+from megatron_hetero.models.layers.rotary import rotate, rotated_heads
 from tests.unit.models.layers import norm_of, with_gradients
 
 prepare(Platform(CPU, "gloo"))
@@ -85,22 +85,30 @@ def test_heads_are_split_and_rotated(tokens: int, padding: int, groups: int, que
 
 
 @settings(max_examples=30)
-@given(st.integers(0, 7), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.sampled_from([2, 4, 6]))
-def test_heads_are_rotated_in_one_pass_as_in_several(
-    padding: int, groups: int, queries: int, in_parts: bool, width: int
-) -> None:
-    """Each way, as a compiler gets it, of tokens in order and not."""
+@given(st.integers(0, 7), st.integers(1, 3), st.integers(1, 3), st.sampled_from([2, 4, 6]))
+def test_heads_are_rotated_in_one_pass_as_in_several(padding: int, groups: int, queries: int, width: int) -> None:
+    """Each way, as a compiler gets it."""
     dim, rows = 6, 8
-    table, order = torch.randn(2, rows - padding, width), Order.of_chunks((1, 3), 2, rows - padding, CPU)
+    table = torch.randn(2, rows - padding, width)
     mixed = torch.randn(rows, 1, groups, (queries + 2) * dim, requires_grad=True)
-    outs = rotary.rotated_heads(mixed, table, dim, order if in_parts else None)
+    outs = rotary.rotated_heads(mixed, table, dim)
     grads = [torch.randn_like(out) for out in outs]
     torch.autograd.backward(outs, grads)
-    made = rotary.heads_turned(mixed.detach(), table[0], table[1], dim, order.rows if in_parts else None)
-    tokens = order.tokens if in_parts else table.new_empty(rows, 0)
-    back = rotary.heads_turned_back(grads[0], grads[1], grads[2], table[0], table[1], tokens)
+    made = rotary.heads_turned(mixed.detach(), table[0], table[1], dim)
+    back = rotary.heads_turned_back(grads[0], grads[1], grads[2], table[0], table[1], table.new_empty(rows, 0))
     torch.testing.assert_close([*made, back.view(mixed.shape)], [*outs, mixed.grad])
     assert all(out.is_contiguous() for out in made), "as kernels of attention want them"
+
+
+def test_orders_go_backward_as_their_adjoints() -> None:
+    """Of five tokens in six rows."""
+    order = rotary.Order(torch.tensor([0, 2, 3, 1, 4]), torch.tensor([0, 3, 1, 2, 4, 5]))
+    x, back = torch.randn(6, 2), torch.randn(5, 2)
+    rows, tokens = x.clone().requires_grad_(), back.clone().requires_grad_()
+    order.chosen(rows).backward(back)
+    order.placed(tokens).backward(x)
+    assert torch.equal(order.chosen(order.placed(back)), back)
+    assert torch.equal(rows.grad, order.placed(back)) and torch.equal(tokens.grad, order.chosen(x))
 
 
 def test_a_rotation_is_rounded_once() -> None:

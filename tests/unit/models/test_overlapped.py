@@ -1,7 +1,8 @@
-"""Layers that exchange their tokens in parts: by themselves, and in whole steps."""
+"""Layers whose exchanges over tp are fused with products, or begin early: by themselves, and in whole steps."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,33 +11,29 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from megatron_hetero.models.layers import attention, mlp
-from megatron_hetero.models.layers.attention import PackedSelfAttention
-from megatron_hetero.models.layers.linear import ColumnLinear, RowLinear, gradient_of_weight
-from megatron_hetero.models.layers.mlp import MLPModule
-from megatron_hetero.models.layers.overlapped import (
-    Ahead,
-    Overlapping,
-    ahead_of,
-    chunk_sizes,
-    first_in_chunks,
-    gather_ahead,
-    overlap_exchanges,
-    second_in_chunks,
+from megatron_hetero.models.layers import attention, linear, mlp
+from megatron_hetero.models.layers.linear import (
+    FUSED,
+    ColumnLinear,
+    RowLinear,
+    fuse_exchanges,
+    gradient_of_weight,
+    symmetric_bytes,
 )
-from megatron_hetero.models.layers.rotary import Order
+from megatron_hetero.models.layers.low_rank import adapted
+from megatron_hetero.models.layers.overlapped import ahead_of, gather_ahead
 from tests.support.folders import ModelChoice, write_model
 from tests.support.matrix import thinned
 from tests.support.pool import world
 from tests.support.ranks import on_ranks
+from tests.support.symmetric import emulated
 from tests.unit.models.choices import assert_equal, flags_of
 from tests.unit.models.steps import train
 
-PARTS = [3, 0, 4, 1]
+FUSING = [emulated, contextlib.nullcontext]
+"""PyTorch's fused products in emulated symmetric memory, and collectives in their place as on a CPU."""
 
 
 def shared(*shape: int, seed: int) -> Tensor:
@@ -48,103 +45,95 @@ def gradient_of(leaf: Tensor) -> Tensor:
     return leaf.grad
 
 
-@pytest.mark.parametrize("biased, gathered_ahead, hidden", [(True, False, 5), (False, True, 5), (True, True, 9)])
+def pair_of_layers(first: Tensor, second: Tensor, bias: Tensor | None = None, added: Tensor | None = None) -> list[Any]:
+    """A column-parallel and a row-parallel layer with these weights and biases of a rank."""
+    layers: list[Any] = [object.__new__(kind) for kind in (ColumnLinear, RowLinear)]
+    for layer, weight, own in zip(layers, (first, second), (bias, added), strict=True):
+        nn.Module.__init__(layer)
+        layer.weight, layer.bias = nn.Parameter(weight), own if own is None else nn.Parameter(own)
+        layer.sequence_parallel, layer.tp_group, layer.allreduce_dgrad = True, world(), False
+        layer.input_size_per_partition, layer.input_size = 1, 2
+    return layers
+
+
+@pytest.mark.parametrize("fusing", FUSING, ids=["symmetric", "collectives"])
+@pytest.mark.parametrize(
+    "tokens, biased, early", [(4, True, False), (1, False, True), (3, True, True), (0, True, True)]
+)
 @on_ranks(3)
-def test_two_layers_in_parts(biased: bool, gathered_ahead: bool, hidden: int) -> None:
-    """Against the same two products on one rank: outputs, and gradients of the input, of weights and of the bias. The
-    input of the second layer is narrow beside a `hidden` of 9: its weight's gradient is added up part by part.
-    """
-    group, rank, tokens, ffn = world(), dist.get_rank(), sum(PARTS), 12
+def test_two_fused_layers(fusing: Any, tokens: int, biased: bool, early: bool) -> None:
+    """Against the same two products on one rank: outputs, and gradients of the input, of weights and of biases."""
+    rank, hidden, ffn = dist.get_rank(), 5, 12
     x, first, second = shared(3 * tokens, 1, hidden, seed=0), shared(ffn, hidden, seed=1), shared(hidden, ffn, seed=2)
-    bias, cotangent = shared(ffn, seed=3), shared(3 * tokens, 1, hidden, seed=4)
-    whole = [each.clone().requires_grad_() for each in (x, first, bias, second)]
-    expected = (whole[0] @ whole[1].t() + whole[2] * biased).relu() @ whole[3].t()
+    bias, added, cotangent = shared(ffn, seed=3), shared(hidden, seed=4), shared(3 * tokens, 1, hidden, seed=5)
+    whole = [each.clone().requires_grad_() for each in (x, first, second, bias, added)]
+    expected = (whole[0] @ whole[1].t() + whole[3] * biased).relu() @ whole[2].t() + whole[4] * biased
     expected.backward(cotangent)
 
     def own(t: Tensor, dim: int = 0) -> Tensor:
-        return t.detach().chunk(3, dim=dim)[rank].clone()
+        return t.detach().chunk(3, dim=dim)[rank].clone() if len(t) else t.detach()
 
-    mine = [nn.Parameter(each) for each in (own(x), own(first), own(bias), own(second, 1))]
-    column: Any = SimpleNamespace(weight=mine[1], bias=mine[2] if biased else None, tp_group=group)
-    row: Any = SimpleNamespace(weight=mine[3], bias=None, tp_group=group, skip_bias_add=True)
-    total: Any = mine[3]
-    total.main_grad, total.grad_added_to_main_grad = torch.ones_like(total), False
-    ahead = Ahead(PARTS, group) if gathered_ahead else None
-    wide = first_in_chunks(column, mine[0], PARTS, ahead)[0].relu()
-    wide = wide if ahead is None else gather_ahead(wide, mine[0], ahead)
-    out, left = second_in_chunks(row, wide, PARTS)
-    out.backward(own(cotangent))
-    assert left is None and total.grad_added_to_main_grad
-    total.grad = total.main_grad - 1
+    biases = (own(bias), added.clone()) if biased else (None, None)
+    column, row = pair_of_layers(own(first), own(second, 1), *biases)
+    row.weight.main_grad, row.weight.grad_added_to_main_grad = torch.ones_like(row.weight), False
+    hidden_states = own(x).requires_grad_()
+    with fusing({}):
+        fuse_exchanges(nn.ModuleList([column, row]))
+        ahead = ahead_of(column) if early else None
+        inner = adapted(column, hidden_states, None, ahead)[0].relu()
+        inner = inner if ahead is None else gather_ahead(inner, hidden_states, ahead)
+        out, left = adapted(row, inner)
+        out.backward(own(cotangent))
+    assert (column.split, row.split, left, row.weight.grad_added_to_main_grad) == ("fused", "fused", None, True)
     torch.testing.assert_close(out, own(expected))
-    for at in (0, 1, 2, 3):
-        if at != 2 or biased:
-            torch.testing.assert_close(mine[at].grad, own(gradient_of(whole[at]), dim=int(at == 3)))
+    torch.testing.assert_close(hidden_states.grad, own(gradient_of(whole[0])))
+    torch.testing.assert_close(column.weight.grad, own(gradient_of(whole[1])))
+    torch.testing.assert_close(row.weight.main_grad - 1, own(gradient_of(whole[2]), 1))
+    if biased:
+        torch.testing.assert_close(column.bias.grad, own(gradient_of(whole[3])))
+        dist.all_reduce(row.bias.grad)
+        torch.testing.assert_close(row.bias.grad, gradient_of(whole[4]))
 
 
-@settings(max_examples=40)
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.integers(1, 4), st.integers(0, 3))
-def test_tokens_are_found_in_parts_and_put_back(parts: list[int], ranks: int, padding: int) -> None:
-    """Of a sequence that ranks have one after another, gathered part by part; padding follows it."""
-    sequence = torch.arange(1, sum(parts) * ranks + 1)
-    by_rank = [own.split(parts) for own in sequence.view(ranks, sum(parts))]
-    rows = torch.cat([own[part] for part in range(len(parts)) for own in by_rank])
-    tokens = max(0, len(sequence) - padding)
-    order = Order.of_chunks(tuple(parts), ranks, tokens, torch.device("cpu"))
-    assert torch.equal(order.chosen(rows), sequence[:tokens])
-    assert torch.equal(order.placed(sequence[:tokens]), rows.where(rows <= tokens, 0))
-    assert torch.equal(order.tokens, rows - 1)
+def test_narrow_layers_are_not_fused_on_gpus() -> None:
+    """Of each kind one is as wide as has to be, and one is narrower."""
+
+    def layer(kind: type, *shape: int, gpu: bool = True) -> Any:
+        made: Any = object.__new__(kind)
+        nn.Module.__init__(made)
+        made.__dict__.update(weight=SimpleNamespace(is_cuda=gpu, shape=shape, dtype=torch.bfloat16), tp_group=None)
+        return made
+
+    wide = [layer(ColumnLinear, FUSED, 1), layer(RowLinear, 1, FUSED), layer(RowLinear, 1, 1, gpu=False)]
+    narrow = [layer(ColumnLinear, FUSED - 1, FUSED), layer(RowLinear, FUSED, FUSED - 1)]
+    with mock.patch.object(linear, "_reserve") as reserve:
+        fuse_exchanges(nn.ModuleList([*wide, *narrow, nn.Linear(1, 1)]))
+    assert [each.split for each in (*wide, *narrow)] == ["fused"] * 3 + ["split"] * 2
+    assert reserve.call_count == 2
 
 
-def test_orders_go_backward_as_their_adjoints() -> None:
-    order, x, back = Order.of_chunks((1, 2), 2, 5, torch.device("cpu")), shared(6, 2, seed=0), shared(5, 2, seed=1)
-    rows, tokens = x.clone().requires_grad_(), back.clone().requires_grad_()
-    order.chosen(rows).backward(back)
-    order.placed(tokens).backward(x)
-    assert torch.equal(gradient_of(rows), order.placed(back)) and torch.equal(gradient_of(tokens), order.chosen(x))
-
-
-def test_parts_are_even_and_no_more_than_tokens() -> None:
-    mlp: Any = SimpleNamespace(exchange_chunks=4)
-    assert [chunk_sizes(mlp, tokens) for tokens in (10, 3, 1, 0)] == [(3, 3, 2, 2), (1, 1, 1), (1,), (0,)]
-    assert chunk_sizes(Overlapping(), 10) == (10,)
-
-
-@given(st.integers(1, 9), st.integers(0, 40000))
-def test_long_parts_are_whole_tiles_and_about_as_long(parts: int, tokens: int) -> None:
-    mlp: Any = SimpleNamespace(exchange_chunks=parts)
-    *long, last = found = chunk_sizes(mlp, tokens)
-    assert sum(found) == tokens and len(found) == max(1, min(parts, tokens)) and (tokens == 0 or min(found) > 0)
-    assert tokens < 64 * parts**2 or all(each % 64 == 0 and abs(each - tokens / parts) <= 32 for each in long)
-    assert max(found) < 2 * max(1, last), "no part is waited for twice as long as another"
-
-
-def test_layers_that_are_not_ours_are_refused() -> None:
-    for kind in (MLPModule, PackedSelfAttention):
-        module = kind.__new__(kind)
-        nn.Module.__init__(module)
-        for name in ("linear_fc1", "linear_fc2", "linear_qkv", "linear_proj"):
-            module.add_module(name, nn.Linear(1, 1))
-        with pytest.raises(TypeError, match=f"{kind.__name__} of Linear exchanges"):
-            overlap_exchanges(nn.Sequential(module), 2)
+def test_symmetric_memory_grows_to_powers_of_two() -> None:
+    mib = [symmetric_bytes(size, torch.bfloat16) / 2**20 for size in (0, 2**18, 2**18 + 1, 1026 * 5120)]
+    assert mib == [1, 1, 2, 32]
+    assert symmetric_bytes(2**18, torch.float32) == 2**21
 
 
 STEPS = [
-    ("qwen2_5_vl", "tp:2", "tp:2", 2, "--vision-tp_overlap 3 --text-tp_overlap 2"),
-    ("qwen3_vl", "tp:2", "tp:2", 2, "--vision-tp_overlap 2 --text-tp_overlap 4"),
-    ("qwen2_5_vl", "sp:2", "tp:2", 2, "--text-tp_overlap 3 --text-recompute selective"),
-    ("qwen2_5_vl", "dp:2", "tp:2", 2, "--text-tp_overlap 3 --text-recompute full --model.freeze text"),
-    ("qwen3_vl", "tp:2,dp:2", "tp:2,pp:2", 4, "--vision-tp_overlap 2 --vision-zero 3 --text-tp_overlap 2"),
-    ("qwen3_vl", "dp:4", "tp:2,cp:2", 4, "--text-tp_overlap 2 --text-offload.activations true"),
-    ("qwen2_5_vl", "sp:2", "tp:2", 2, "--text-tp_overlap 3 --model.compile layers"),
+    ("qwen2_5_vl", "tp:2", "tp:2", 2, "--vision-tp_overlap true --text-tp_overlap true"),
+    ("qwen3_vl", "tp:2", "tp:2", 2, "--vision-tp_overlap true --text-tp_overlap true --vision-chunk 3"),
+    ("qwen2_5_vl", "sp:2", "tp:2", 2, "--text-tp_overlap true --text-recompute selective"),
+    ("qwen2_5_vl", "dp:2", "tp:2", 2, "--text-tp_overlap true --text-recompute full --model.freeze text"),
+    ("qwen3_vl", "tp:2,dp:2", "tp:2,pp:2", 4, "--vision-tp_overlap true --vision-zero 3 --text-tp_overlap true"),
+    ("qwen3_vl", "dp:4", "tp:2,cp:2", 4, "--text-tp_overlap true --text-offload.activations true"),
+    ("qwen2_5_vl", "sp:2", "tp:2", 2, "--text-tp_overlap true --model.compile layers"),
     (
         "qwen3_vl",
         "tp:2",
         "tp:2",
         2,
-        "--text-tp_overlap 3 --text-recompute selective --vision-tp_overlap 2",
+        "--text-tp_overlap true --text-recompute selective --vision-tp_overlap true",
     ),
-    ("qwen2_5_vl", "tp:2,cp:2", "tp:2,sp:2", 4, "--text-tp_overlap 2 --vision-tp_overlap 2"),
+    ("qwen2_5_vl", "tp:2,cp:2", "tp:2,sp:2", 4, "--text-tp_overlap true --vision-tp_overlap true"),
 ]
 
 
@@ -162,8 +151,12 @@ def test_steps(family: str, vision: str, text: str, ranks: int, more: str, model
     flags = flags_of(models[family], vision, text, more)
     without = [f for i, f in enumerate(flags) if "tp_overlap" not in f and "tp_overlap" not in flags[i - 1]]
     assert len(without) < len(flags)
-    found, expected = (train(each, 2) for each in (flags, without))
-    assert_equal(found, expected, exactly=False)
+    expected = train(without, 2)
+    memories = dict[str, Any]()
+    with emulated(memories):
+        assert_equal(train(flags, 2), expected, exactly=False)
+    assert memories, "products were fused"
+    assert_equal(train(flags, 2), expected, exactly=False)
 
 
 @pytest.mark.parametrize(
@@ -176,10 +169,10 @@ def test_steps(family: str, vision: str, text: str, ranks: int, more: str, model
     ],
 )
 @on_ranks("ranks")
-def test_with_one_chunk_steps_are_the_same_to_the_bit(
+def test_early_gathers_change_no_bit(
     family: str, vision: str, text: str, ranks: int, more: str, models: dict[str, Path]
 ) -> None:
-    """As where each layer gathers its input itself."""
+    """Of steps where each layer gathers its input itself."""
     flags = flags_of(models[family], vision, text, f"{more} --optimizer.name sgd")
     found = train(flags, 2)
     without = [mock.patch.object(module, "ahead_of", return_value=None) for module in (attention, mlp)]
@@ -191,20 +184,14 @@ def test_with_one_chunk_steps_are_the_same_to_the_bit(
 @on_ranks(2)
 def test_an_input_is_gathered_beside_the_activation() -> None:
     """The order of issue of a pair of layers with an activation between them."""
-    group, rank, done = world(), dist.get_rank(), list[str]()
-    layers: list[Any] = [object.__new__(kind) for kind in (ColumnLinear, RowLinear)]
-    first, second = layers
-    for each, shape in ((first, (6, 5)), (second, (5, 6))):
-        nn.Module.__init__(each)
-        each.weight = nn.Parameter(shared(*shape, seed=rank))
-        each.bias, each.sequence_parallel, each.tp_group = None, True, group
-        each.allreduce_dgrad, each.input_size_per_partition, each.input_size = False, 6, 12
+    rank, done = dist.get_rank(), list[str]()
+    first, second = layers = pair_of_layers(shared(6, 5, seed=rank), shared(5, 6, seed=rank))
     hidden = shared(4, 1, 5, seed=9).requires_grad_()
-    ahead = ahead_of(first, (4,))
+    ahead = ahead_of(first)
     assert ahead is not None
-    wide, _ = first_in_chunks(first, hidden, (4,), ahead)
+    wide, _ = adapted(first, hidden, None, ahead)
     wide.register_hook(lambda _: done.append("activation"))
-    out, _ = second_in_chunks(second, gather_ahead(wide.relu(), hidden, ahead), (4,))
+    out, _ = adapted(second, gather_ahead(wide.relu(), hidden, ahead))
     names = {id(each.weight): f"weight {number}" for number, each in enumerate(layers)}
 
     def noted(name: str, function: Any) -> Any:
@@ -217,21 +204,21 @@ def test_an_input_is_gathered_beside_the_activation() -> None:
     with (
         mock.patch.object(dist, "all_gather_into_tensor", noted("gather", dist.all_gather_into_tensor)),
         mock.patch.object(dist, "reduce_scatter_tensor", noted("reduce", dist.reduce_scatter_tensor)),
-        mock.patch("megatron_hetero.models.layers.linear.gradient_of_weight", gradient),
+        mock.patch.object(linear, "gradient_of_weight", gradient),
     ):
         out.backward(torch.ones_like(out))
     assert done == ["gather", "weight 1", "gather", "activation", "reduce", "weight 0"]
 
 
+@on_ranks(2)
 def test_nothing_is_gathered_early_without_a_backward_pass_or_for_frozen_weights() -> None:
-    def linear(**own: Any) -> Any:
-        weight = nn.Parameter(torch.ones(2, 2))
-        return SimpleNamespace(
-            **{"exchanges_in_chunks": True, "sequence_parallel": True, "weight": weight, "tp_group": None} | own
-        )
-
-    whole, frozen, alone = linear(), linear(weight=torch.ones(2, 2)), nn.Linear(1, 1)
-    assert ahead_of(whole, (4,)) is not None
-    assert [ahead_of(each, (4,)) for each in (frozen, alone, linear(sequence_parallel=False))] == [None] * 3
+    column, row = pair_of_layers(torch.ones(2, 2), torch.ones(2, 2))
+    assert ahead_of(column) is not None
+    assert [ahead_of(each) for each in (row, nn.Linear(1, 1))] == [None] * 2
     with torch.no_grad():
-        assert ahead_of(whole, (4,)) is None
+        assert ahead_of(column) is None
+    column.sequence_parallel = False
+    assert ahead_of(column) is None
+    column.sequence_parallel = True
+    column.weight.requires_grad_(False)
+    assert ahead_of(column) is None
