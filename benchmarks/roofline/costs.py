@@ -243,54 +243,10 @@ class CountingGpu(FakeGpu):
             self.events.append(Event(self.phase, "host"))
 
     def _fused(self, gathers: bool, x: Tensor, matrices: Any, *more: Any) -> None:
-        """Log a product fused with a gather before it or a sum over ranks after it, as PyTorch takes it apart
-        (`_pipelined_multi_all_gather_and_consume`, `_pipelined_produce_and_all2all`): by ranks, of which one is
-        computed while a copy engine fetches what another one has.
-        """
-        group, n = more[-1], ranks(more[-1])
-        matrix = matrices[0] if gathers else matrices
-        inner, columns = matrix.shape
-        rows = x.numel() // inner // (1 if gathers else n)
-        part, result = rows * inner * x.itemsize, rows * columns * x.itemsize
-        moved, shape = part + matrix.nbytes + result, (rows, columns)
-        product = Ask("product", 2.0 * rows * inner * columns, moved, shape=shape, host=INNER)
-        barrier = Ask("memory", host=INNER)
-        sent = Ask("wire", wire=part if gathers else result, host=INNER if gathers else 3 * INNER, engine=True)
-        copies = list[int]()
-
-        def add(ask: Ask) -> None:
-            self.events.append(Event(self.phase, "kernel", ask))
-
-        def send() -> None:
-            copies.append(len(self.events))
-            self.events.append(Event(self.phase, "issue", sent, copies[-1], f"copies {group}"))
-
-        def wait(copy: int) -> None:
-            self.events.append(Event(self.phase, "wait", work=copy))
-
-        add(barrier)
-        if gathers:
-            add(Ask("memory", memory=2.0 * part, host=INNER))
-            add(barrier)
-            for _ in range(n - 1):
-                send()
-            add(product)
-            for copy in copies:
-                wait(copy)
-                add(product)
-            add(Ask("memory", memory=2.0 * part, host=INNER))
-        else:
-            for number in range(n - 1):
-                if number > 1:  # There is room for two.
-                    wait(copies[number - 2])
-                add(product)
-                send()
-            add(product)
-            for copy in copies[-2:]:
-                wait(copy)
-        add(barrier)
-        if not gathers:
-            add(Ask("memory", memory=float((n + 1) * result), bandwidth=NORMS))
+        n, group = ranks(more[-1]), more[-1]
+        inner, columns = (matrices[0] if gathers else matrices).shape
+        sizes = x.numel() // inner // (1 if gathers else n), inner, columns, x.itemsize
+        self.events += fused(self.phase, len(self.events), gathers, sizes, n, f"copies {group}")
 
     def _add(self, ask: Ask) -> None:
         assert self._issuing is None, "a method that issues collectives is missing in COLLECTIVES"
@@ -310,6 +266,62 @@ class CountingGpu(FakeGpu):
     def _wait(self, work: int) -> None:
         if work >= 0 and self.phase:
             self.events.append(Event(self.phase, "wait", work=work))
+
+
+def fused(
+    phase: str, number: int, gathers: bool, sizes: tuple[int, int, int, int], n: int, communicator: str
+) -> list[Event]:
+    """A product fused with a gather before it, or with a sum over `n` ranks after it, as PyTorch takes it apart
+    (`_pipelined_multi_all_gather_and_consume`, `_pipelined_produce_and_all2all` in torch.distributed): by ranks, of
+    which one is computed while a copy engine fetches what another one has.
+
+    Args:
+        phase: of the step.
+        number: of the first event.
+        gathers: whether it is a gather.
+        sizes: rows of a rank, inner dim, columns, and bytes of an element.
+        n: ranks.
+        communicator: stands for the stream of copies.
+    """
+    rows, inner, columns, itemsize = sizes
+    part, result = (rows * width * itemsize for width in (inner, columns))
+    moved = part + inner * columns * itemsize + result
+    product = Ask("product", 2.0 * rows * inner * columns, moved, shape=(rows, columns), host=INNER)
+    barrier, copied = Ask("memory", host=INNER), Ask("memory", memory=2.0 * part, host=INNER)
+    # Before and after a sum is fetched ranks wait for each other, too.
+    sent = Ask("wire", wire=part if gathers else result, host=INNER * (1 if gathers else 3), engine=True)
+    found, copies = [Event(phase, "kernel", barrier)], list[int]()
+
+    def run(*asks: Ask) -> None:
+        found.extend(Event(phase, "kernel", ask) for ask in asks)
+
+    def send() -> None:
+        copies.append(number + len(found))
+        found.append(Event(phase, "issue", sent, copies[-1], communicator))
+
+    def wait(copy: int) -> None:
+        found.append(Event(phase, "wait", work=copy))
+
+    if gathers:
+        run(copied, barrier)
+        for _ in range(n - 1):
+            send()
+        run(product)
+        for copy in copies:
+            wait(copy)
+            run(product)
+        run(copied, barrier)
+        return found
+    for place in range(n - 1):
+        if place > 1:  # There is room for two.
+            wait(copies[place - 2])
+        run(product)
+        send()
+    run(product)
+    for copy in copies[-2:]:
+        wait(copy)
+    run(barrier, Ask("memory", memory=float((n + 1) * result), bandwidth=NORMS))
+    return found
 
 
 def ask_of(packet: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Ask:

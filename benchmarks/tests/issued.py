@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.roofline.costs import ask_of
 from benchmarks.roofline.timeline import Timeline, works_noted
 from megatron_hetero.models.layers.linear import _Linear
-from megatron_hetero.models.layers.overlapped import first_in_chunks, second_in_chunks
 from megatron_hetero.step.buffers import Bucket, BufferedGradients, BufferedWeights
 
 RANKS, PARTS, ROWS, WIDTH = 4, 4, 6, 8
@@ -63,12 +61,11 @@ def main(queues: int) -> None:
     """See above."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     found = {"weight gathers": _gathers(queues), "gradient sums": _sums(queues)}
-    for name, layer in {"column": _column, "column in parts": _column_in_parts, "row in parts": _row_in_parts}.items():
-        x, run = layer()
-        outs = list[Tensor]()
-        found[f"{name} forward"] = ended(queues, lambda run=run, outs=outs: outs.append(run()))
-        found[f"{name} backward"] = ended(queues, lambda outs=outs: outs[0].backward(torch.ones_like(outs[0])))
-        assert x.grad is not None
+    x, run = _column()
+    outs = list[Tensor]()
+    found["column forward"] = ended(queues, lambda: outs.append(run()))
+    found["column backward"] = ended(queues, lambda: outs[0].backward(torch.ones_like(outs[0])))
+    assert x.grad is not None
     print(json.dumps(found))
 
 
@@ -77,24 +74,9 @@ def _world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def _layer() -> SimpleNamespace:
-    weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
-    return SimpleNamespace(weight=weight, bias=None, tp_group=dist.group.WORLD, skip_bias_add=False)
-
-
 def _column() -> tuple[Tensor, Callable[[], Tensor]]:
-    layer, x = _layer(), torch.ones(PARTS * ROWS, 1, WIDTH, requires_grad=True)
-    return x, lambda: _Linear.apply(x, layer.weight, None, "split", layer.tp_group, None)  # pyright: ignore[reportReturnType]
-
-
-def _column_in_parts() -> tuple[Tensor, Callable[[], Tensor]]:
-    layer, x = _layer(), torch.ones(PARTS * ROWS, 1, WIDTH, requires_grad=True)
-    return x, lambda: first_in_chunks(layer, x, [ROWS] * PARTS)[0]
-
-
-def _row_in_parts() -> tuple[Tensor, Callable[[], Tensor]]:
-    layer, x = _layer(), torch.ones(RANKS * PARTS * ROWS, 1, WIDTH, requires_grad=True)
-    return x, lambda: second_in_chunks(layer, x, [ROWS] * PARTS)[0]
+    weight, x = nn.Parameter(torch.ones(WIDTH, WIDTH)), torch.ones(PARTS * ROWS, 1, WIDTH, requires_grad=True)
+    return x, lambda: _Linear.apply(x, weight, None, "split", _world(), None)  # pyright: ignore[reportReturnType]
 
 
 def _model() -> tuple[nn.Sequential, Tensor]:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.gpu.honest import STAND_INS, STEP
 from benchmarks.roofline import __main__ as command
 from benchmarks.roofline.cases import FLA, LAYOUTS, PACK, PICTURES, Layouts, Step, steps
-from benchmarks.roofline.costs import Ask, Event, ask_of, filled, read_events, written
+from benchmarks.roofline.costs import Ask, Event, ask_of, filled, fused, read_events, written
 from benchmarks.roofline.devices import (
     ASSUMED,
     COLLECTIVE,
@@ -29,6 +29,7 @@ from benchmarks.roofline.devices import (
     MEMORY,
     PRODUCTS,
     SHORTEST,
+    SLOW,
     Assumed,
 )
 from benchmarks.roofline.measured import read, with_measured
@@ -308,11 +309,7 @@ def test_streams_share_queues_where_there_are_fewer() -> None:
 
 
 WITHOUT = {"weight gathers": 10.0, "gradient sums": 30.5, "column forward": 10.0, "column backward": 12.0}
-WITHOUT |= {"column in parts forward": 10.0, "column in parts backward": 12.0}
-WITHOUT |= {"row in parts forward": 10.0, "row in parts backward": 16.0}
-"""When the stream that computes would end if each collective were waited for where it is issued, or, of a layer that is
-split by column, if its tokens were exchanged at once.
-"""
+"""When the stream that computes would end if each collective were waited for where it is issued."""
 
 
 @pytest.mark.long
@@ -322,10 +319,33 @@ def test_what_the_program_issues_overlaps_with_the_queues_that_it_asks_for() -> 
     prepare_environment(environ)
     found = _issued(int(environ["CUDA_DEVICE_MAX_CONNECTIONS"]))
     assert all(found[name] <= seconds for name, seconds in WITHOUT.items())
-    assert (found["weight gathers"], found["column in parts forward"], found["row in parts forward"]) == (7.0, 7.0, 7.0)
+    assert found["weight gathers"] == 7.0
     assert found["gradient sums"] == 7 * 1.5, "nothing waits for them within a backward pass"
-    one = _issued(1)
-    assert (one["column in parts forward"], one["column in parts backward"]) == (9.0, 15.0)
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("n, columns", [(2, 4096), (8, 4096), (8, 16)])
+def test_fused_products_take_as_long_as_products_or_as_copies(gathers: bool, n: int, columns: int) -> None:
+    """One of 1,024 rows for each of `n` ranks: wide ones hide all copies but the last or first, of narrow ones copies
+    are what takes time. Besides, ranks wait for each other, and a gather copies its own rows, a sum adds up.
+    """
+    sizes = (1024, 8192, columns, 2) if gathers else (1024, columns, 8192, 2)
+    events = fused("text forward", 7, gathers, sizes, n, "copies")
+    assert [event.work for event in events if event.what == "wait"] == [
+        7 + place for place, event in enumerate(events) if event.what == "issue"
+    ]
+    asks = [event.ask for event in events if event.ask is not None]
+    products = sum(ask.seconds(H100) for ask in asks if ask.kind == "product")
+    copies = sum(ask.seconds(H100, SLOW) for ask in asks if ask.kind == "wire")
+    others = sum(ask.seconds(H100) for ask in asks if ask.kind == "memory")
+    assert len([ask for ask in asks if ask.kind == "wire"]) == n - 1
+    assert sum(ask.flops for ask in asks) == 2 * 1024 * 8192 * columns * n
+    for assumed in (FAST, SLOW):
+        times = phase_times(events, 1, H100, replace(assumed, launch=0.0))
+        seconds = sum(times["text forward"].by_kind.values())
+        last = max(products / n, copies / (n - 1))
+        assert max(products, copies) + others <= seconds * 1.0001
+        assert seconds <= max(products, copies) + others + last
 
 
 def _issued(queues: int) -> dict[str, float]:

@@ -315,7 +315,7 @@ IN_FLAGS = [
     ("--text-recompute 1.5", ["modules.text.recompute", "an integer"]),
     ("--text-chunk -8", ["modules.text.chunk", "found -8", "≥ 0"]),
     ("--text-chunk many", ["modules.text.chunk", "an integer"]),
-    ("--text-tp_overlap 2", ["modules.text.tp_overlap", "found 2", "true or false"]),
+    ("--text-tp_overlap 2", ["modules.text.tp_overlap", "found `2`", "true or false"]),
 ]
 
 WITHOUT_EFFECT = [

@@ -27,7 +27,7 @@ from megatron_hetero.models.layers.attention import PackedSelfAttention
 from megatron_hetero.models.layers.cudnn_attention import attend, calls_for
 from megatron_hetero.models.layers.kernels import torch_flash
 from megatron_hetero.models.layers.segments import PackedSegments
-from tests.fake_cuda.device import CUDNN, _cudnn_workspace
+from tests.fake_cuda.device import SHAPES, _cudnn_workspace
 
 Make = Callable[..., Measured]
 WHOLE = "--text-sequence_parallel false"
@@ -141,7 +141,7 @@ def test_the_plan_has_room_for_attention_by_cudnn() -> None:
 
     def backward(*given: Any) -> Any:
         _ = torch.empty(_cudnn_workspace(given[1], given[2], given[9], given[11]), dtype=torch.uint8, device=META)
-        return CUDNN[torch.ops.aten._cudnn_attention_backward](*given)
+        return SHAPES[torch.ops.aten._cudnn_attention_backward](*given)
 
     def taken(kernel: Callable[..., Tensor]) -> SubmoduleBytes:
         def run(given: Tensor) -> list[Tensor]:
@@ -154,7 +154,7 @@ def test_the_plan_has_room_for_attention_by_cudnn() -> None:
 
     flash = taken(lambda q, k, v: torch_flash(q, k, v, segments, causal=True))
     operators: Any = (
-        (lambda *given, **_: CUDNN[torch.ops.aten._cudnn_attention_forward](*given)),
+        (lambda *given, **_: SHAPES[torch.ops.aten._cudnn_attention_forward](*given)),
         (lambda *given, **_: backward(*given)),
     )
     for form, least in (("ragged", 0.99), ("dense", 0.5)):

@@ -27,8 +27,8 @@ from megatron_hetero.models.layers import delta_net
 from megatron_hetero.models.layers.attention import AttentionParams
 from megatron_hetero.models.layers.backend import TORCH
 from megatron_hetero.models.layers.delta_net import DeltaNet
+from megatron_hetero.models.layers.linear import fuse_exchanges
 from megatron_hetero.models.layers.norms import Norm
-from megatron_hetero.models.layers.overlapped import overlap_exchanges
 from megatron_hetero.models.layers.parts import AttentionPart, Site, Tokens
 from megatron_hetero.models.layers.recompute import Recompute
 from megatron_hetero.models.layers.segments import PackedSegments
@@ -56,7 +56,7 @@ def groups_of(layout: str) -> ModuleGroups:
 
 
 def compare(
-    layout: str, heads: tuple[int, int] = (2, 4), *, parts: int = 1, how: str = "ragged", **of_site: Any
+    layout: str, heads: tuple[int, int] = (2, 4), *, overlaps: bool = False, how: str = "ragged", **of_site: Any
 ) -> None:
     """Output and all gradients of a layer under `layout` are those of transformers, sample by sample."""
     groups = groups_of(layout)
@@ -76,8 +76,8 @@ def compare(
                 for s in slices[name]
             ],
         )
-    if parts > 1:
-        overlap_exchanges(model, parts)
+    if overlaps:
+        fuse_exchanges(model)
     for lengths in PACKS:
         total, generator = sum(lengths), torch.Generator().manual_seed(1)
         x, c = (torch.randn(total, 1, HIDDEN, generator=generator) for _ in "xc")
@@ -130,7 +130,7 @@ def test_one_process(how: str) -> None:
 def test_two_ranks(layout: str) -> None:
     compare(layout)
     compare(layout, (1, 2), recompute=Recompute("selective"))
-    compare(layout, parts=3)
+    compare(layout, overlaps=True)
 
 
 FOUR_RANKS = [

@@ -40,8 +40,8 @@ from megatron_hetero.models.layers import attention, layer
 from megatron_hetero.models.layers.attention import SelfAttention
 from megatron_hetero.models.layers.backend import TORCH
 from megatron_hetero.models.layers.kernels import torch_flash
+from megatron_hetero.models.layers.linear import fuse_exchanges
 from megatron_hetero.models.layers.norms import Norm
-from megatron_hetero.models.layers.overlapped import overlap_exchanges
 from megatron_hetero.models.layers.parts import FORWARD, AttentionPart, Site, Tokens
 from megatron_hetero.models.layers.recompute import Recompute
 from megatron_hetero.models.layers.rotary import MultimodalRotary
@@ -98,7 +98,7 @@ def groups_of(layout: str) -> ModuleGroups:
     return Topology.build({"text": Layout.parse(layout, dist.get_world_size())}, PLATFORM).collection("text")
 
 
-def compare(layout: str, kv_heads: int, *, parts: int = 1, biased: bool = False, **of_site: Any) -> None:
+def compare(layout: str, kv_heads: int, *, overlaps: bool = False, biased: bool = False, **of_site: Any) -> None:
     """Output and all gradients of a layer under `layout` are those of transformers."""
     groups = groups_of(layout)
     module, rotary = theirs(kv_heads, biased=biased)
@@ -109,8 +109,8 @@ def compare(layout: str, kv_heads: int, *, parts: int = 1, biased: bool = False,
     assert list(slices) == [name for name, _ in model.named_parameters()]
     for name, parameter in model.named_parameters():
         load_slices(parameter, slices[name], [whole[s.name].detach()[s.source] for s in slices[name]])
-    if parts > 1:
-        overlap_exchanges(model, parts)
+    if overlaps:
+        fuse_exchanges(model)
     for lengths in PACKS:
         total, generator = sum(lengths), torch.Generator().manual_seed(1)
         x, c = (torch.randn(total, 1, HIDDEN, generator=generator) for _ in "xc")
@@ -154,7 +154,7 @@ def test_one_process(how: str) -> None:
 def test_two_ranks(layout: str) -> None:
     compare(layout, 2)
     compare(layout, 1, recompute=Recompute("selective"))
-    compare(layout, 2, parts=3)
+    compare(layout, 2, overlaps=True)
 
 
 @pytest.mark.parametrize("layout, kv_heads", [("tp:4", 2), ("tp:2,sp:2", 1), ("sp:2,cp:2", 2), ("sp:4", 2)])

@@ -108,6 +108,7 @@ def test_orders_go_backward_as_their_adjoints() -> None:
     order.chosen(rows).backward(back)
     order.placed(tokens).backward(x)
     assert torch.equal(order.chosen(order.placed(back)), back)
+    assert rows.grad is not None and tokens.grad is not None
     assert torch.equal(rows.grad, order.placed(back)) and torch.equal(tokens.grad, order.chosen(x))
 
 

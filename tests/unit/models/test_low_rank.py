@@ -30,8 +30,7 @@ from megatron_hetero.models.layers import grouped
 from megatron_hetero.models.layers.dispatch import Dispatch, block
 from megatron_hetero.models.layers.experts import ExpertMLP, _Experts
 from megatron_hetero.models.layers.linear import ColumnLinear, RowLinear
-from megatron_hetero.models.layers.low_rank import BRows, ExpertsLowRank, LowRank, LowRankShape
-from megatron_hetero.models.layers.overlapped import first_in_chunks, second_in_chunks
+from megatron_hetero.models.layers.low_rank import BRows, ExpertsLowRank, LowRank, LowRankShape, adapted
 from megatron_hetero.models.layers.recompute import Recompute, not_saving, recompute
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.stages import ModuleStage
@@ -98,7 +97,7 @@ def test_products_and_gradients(name: str, tokens: int, dtype: torch.dtype) -> N
         parameter.data.copy_(values.detach())
     given = x.detach().to(dtype).requires_grad_()
     base = given @ weight.to(dtype).t()
-    out = module.add(base, given, (tokens,))
+    out = module.add(base, given)
     out.backward(cotangent.to(dtype))
     for one, other in zip((out, given.grad, module.A.grad, module.B.grad), (expected, *wanted), strict=True):
         assert apart(one, other) <= LIMITS[dtype]
@@ -110,8 +109,8 @@ def test_what_a_layer_gives_is_added_to_in_place_unless_it_is_a_view() -> None:
         parameter.data.fill_(1.0)
     x, whole = torch.ones(3, 1, 12), torch.zeros(3, 2, 20)
     out = torch.zeros(3, 1, 20)
-    assert module.add(out, x, (3,)) is out and out.eq(36.0).all()
-    assert module.add(whole[:, :1], x, (3,)).eq(36.0).all() and not whole.any()
+    assert module.add(out, x) is out and out.eq(36.0).all()
+    assert module.add(whole[:, :1], x).eq(36.0).all() and not whole.any()
 
 
 def test_gradients_are_added_to_main_grad() -> None:
@@ -158,18 +157,14 @@ class Collectives:
         return call
 
 
-PARTS = {1: (5,), 3: (2, 0, 3)}
-
-
-@pytest.mark.parametrize("parts, splits", [(1, True), (3, True), (1, False)])
+@pytest.mark.parametrize("split, splits", [("split", True), ("fused", True), ("split", False)])
 @on_ranks(2)
-def test_exchanges_over_tp(parts: int, splits: bool) -> None:
+def test_exchanges_over_tp(split: str, splits: bool) -> None:
     """Two layers with adapters against one rank: values, gradients, and one collective of low rank for each layer and
     pass, beside those of the layers.
     """
     prepare(PLATFORM)
-    group, rank, own = world(), dist.get_rank(), PARTS[parts]
-    tokens, hidden, ffn, r = sum(own), 7, 16, 3
+    group, rank, tokens, hidden, ffn, r = world(), dist.get_rank(), 5, 7, 16, 3
     site: Any = SimpleNamespace(
         groups=SimpleNamespace(tp=group), tp=2, splits_activations=splits, dtype=torch.float64,
         platform=SimpleNamespace(device="cpu"),
@@ -187,7 +182,7 @@ def test_exchanges_over_tp(parts: int, splits: bool) -> None:
     def mine(t: Tensor, dim: int = 0) -> Tensor:
         return t.detach().chunk(2, dim=dim)[rank].clone()
 
-    common: Any = {"bias": None, "tp_group": group, "skip_bias_add": False, "sequence_parallel": splits}
+    common: Any = {"bias": None, "tp_group": group, "skip_bias_add": False, "sequence_parallel": splits, "split": split}
     column: Any = SimpleNamespace(weight=mine(whole["first"]), allreduce_dgrad=not splits, **common)
     row: Any = SimpleNamespace(
         weight=mine(whole["second"], 1), input_size_per_partition=ffn // 2, input_size=ffn, **common
@@ -208,8 +203,8 @@ def test_exchanges_over_tp(parts: int, splits: bool) -> None:
         parameter.data.copy_(value)
     local = (mine(x) if splits else x.clone()).requires_grad_()
     with Collectives().counted() as found:
-        hidden_states, _ = first_in_chunks(column, local, own if splits else (2 * tokens,))
-        out, _ = second_in_chunks(row, hidden_states.relu(), own if splits else (2 * tokens,))
+        hidden_states, _ = adapted(column, local)
+        out, _ = adapted(row, hidden_states.relu())
         forward = list(found)
         out.backward(mine(cotangent) if splits else cotangent)
     torch.testing.assert_close(out, mine(expected) if splits else expected)
@@ -233,8 +228,8 @@ def test_exchanges_over_tp(parts: int, splits: bool) -> None:
     if splits:
         assert kinds == ["all_gather_into_tensor", "reduce_scatter_tensor"] * 2
         assert low == [tokens * r, 2 * tokens * r] * 2
-        assert len(found) == 4 + 4 * len(own), "no weight trains: nothing is gathered for their gradients"
-        assert len(forward) == 2 + 2 * len(own)
+        assert len(found) == 8, "no weight trains: nothing is gathered for their gradients"
+        assert len(forward) == 4
     else:
         assert kinds == ["all_reduce"] * 2 and [kind for kind, _ in forward] == ["all_reduce"] * 2
         assert len(found) == 4
@@ -260,11 +255,11 @@ def test_beside_a_frozen_layer_only_the_input_and_low_rank_products_are_saved() 
     linear = site.column_linear(12, 20, bias=False)
     linear.weight.requires_grad_(False)
     hidden = torch.randn(64, 1, 12).requires_grad_()
-    assert not saved_by(lambda: first_in_chunks(linear, hidden * 2, (64,))[0])
+    assert not saved_by(lambda: adapted(linear, hidden * 2)[0])
     for name, shape in SHAPES.items():
         linear.lora = LowRank(shape, site)
         x = hidden * 2
-        found = saved_by(lambda x=x: first_in_chunks(linear, x, (64,))[0])
+        found = saved_by(lambda x=x: adapted(linear, x)[0])
         low = 64 * len(shape.scales) * shape.r * 4
         scales = [len(shape.scales) * shape.r * 4] if len(set(shape.scales)) > 1 else []
         assert sorted(found.values()) == sorted([x.nbytes, low, *scales]), name
@@ -272,7 +267,7 @@ def test_beside_a_frozen_layer_only_the_input_and_low_rank_products_are_saved() 
         def recomputed() -> Tensor:
             x: Tensor = recompute(lambda x: x * 2, hidden)
             with not_saving(x):
-                return first_in_chunks(linear, x, (64,))[0]
+                return adapted(linear, x)[0]
 
         assert sorted(saved_by(recomputed).values()) == sorted([hidden.nbytes, low, *scales]), name
 
