@@ -208,7 +208,7 @@ def _built(measured: Measured, submodule: Submodule) -> Any:
         elif isinstance(each, ExpertMLPModule):
             each.imbalance = measured.imbalance
     if module.settings.tp_overlap:
-        fuse_exchanges(model)
+        fuse_exchanges(model, gpu=measured.gpu)
     return model
 
 

@@ -174,18 +174,15 @@ class WholeLinear(torch.nn.Linear):
         return _Linear.apply(input, self.weight, self.bias, "none", None, None)  # pyright: ignore[reportReturnType]
 
 
-def fuse_exchanges(model: torch.nn.Module) -> None:
-    """Fuse products of linear layers with their exchanges of sequence-parallel activations over tp; on GPUs, except of
-    layers that are narrower than `FUSED`. Raises `RuntimeError` if GPUs of a tp group cannot read each other's memory.
+def fuse_exchanges(model: torch.nn.Module, *, gpu: bool) -> None:
+    """Fuse products of linear layers with their exchanges of sequence-parallel activations over tp; on a GPU, except of
+    layers that are narrower than `FUSED`.
     """
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, (ColumnLinear, RowLinear))]
     for layer in layers:
-        if not layer.weight.is_cuda:
-            layer.split = "fused"
         # Column-parallel weights are split by rows, row-parallel weights by columns.
-        elif layer.weight.shape[isinstance(layer, RowLinear)] >= FUSED:
+        if not gpu or layer.weight.shape[isinstance(layer, RowLinear)] >= FUSED:
             layer.split = "fused"
-            _reserve(layer.tp_group, 0, layer.weight.dtype)
 
 
 def _linear(layer: Any, x: Tensor, bias: Tensor | None = None, sharing: Sharing = "none", ahead: Any = None) -> Tensor:
@@ -289,7 +286,7 @@ def gathered_product(
     if not _has_symmetric_memory(x):
         whole, _ = gathered(x, group)
         return whole, product(whole, matrix, bias)
-    _reserve(group, x.numel(), x.dtype)
+    reserve(group, x.numel(), x.dtype)
     gather_matmul = torch.ops.symm_mem.fused_all_gather_matmul
     whole, (out,) = gather_matmul(x.contiguous(), [matrix], 0, group.group_name)
     return whole, out if bias is None else out.add_(bias)
@@ -304,7 +301,7 @@ def scattered_product(x: Tensor, matrix: Tensor, group: dist.ProcessGroup) -> Te
         if work is not None:
             work.wait()
         return out
-    _reserve(group, len(x) // group.size() * matrix.shape[1], x.dtype)
+    reserve(group, len(x) // group.size() * matrix.shape[1], x.dtype)
     return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", 0, group.group_name)
 
 
@@ -312,7 +309,7 @@ def _has_symmetric_memory(x: Tensor) -> bool:
     return x.is_cuda and len(x) > 0
 
 
-def _reserve(group: dist.ProcessGroup, size: int, dtype: torch.dtype) -> None:
+def reserve(group: dist.ProcessGroup, size: int, dtype: torch.dtype) -> None:
     """Make the symmetric memory of `group` large enough for activations of `size` elements. Ranks wait for each other
     when it grows.
     """

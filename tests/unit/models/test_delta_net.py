@@ -77,7 +77,7 @@ def compare(
             ],
         )
     if overlaps:
-        fuse_exchanges(model)
+        fuse_exchanges(model, gpu=False)
     for lengths in PACKS:
         total, generator = sum(lengths), torch.Generator().manual_seed(1)
         x, c = (torch.randn(total, 1, HIDDEN, generator=generator) for _ in "xc")

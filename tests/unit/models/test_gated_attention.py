@@ -110,7 +110,7 @@ def compare(layout: str, kv_heads: int, *, overlaps: bool = False, biased: bool 
     for name, parameter in model.named_parameters():
         load_slices(parameter, slices[name], [whole[s.name].detach()[s.source] for s in slices[name]])
     if overlaps:
-        fuse_exchanges(model)
+        fuse_exchanges(model, gpu=False)
     for lengths in PACKS:
         total, generator = sum(lengths), torch.Generator().manual_seed(1)
         x, c = (torch.randn(total, 1, HIDDEN, generator=generator) for _ in "xc")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_hetero.base.errors import UserError
+from megatron_hetero.groups.platform import CPU
 from megatron_hetero.models.layers import attention, linear, mlp
 from megatron_hetero.models.layers.linear import (
     FUSED,
@@ -24,6 +27,8 @@ from megatron_hetero.models.layers.linear import (
 )
 from megatron_hetero.models.layers.low_rank import adapted
 from megatron_hetero.models.layers.overlapped import ahead_of, gather_ahead
+from megatron_hetero.step.family_module import share_memory
+from tests.support import fused
 from tests.support.folders import ModelChoice, write_model
 from tests.support.matrix import thinned
 from tests.support.pool import world
@@ -78,7 +83,7 @@ def test_two_fused_layers(fusing: Any, tokens: int, biased: bool, early: bool) -
     row.weight.main_grad, row.weight.grad_added_to_main_grad = torch.ones_like(row.weight), False
     hidden_states = own(x).requires_grad_()
     with fusing({}):
-        fuse_exchanges(nn.ModuleList([column, row]))
+        fuse_exchanges(nn.ModuleList([column, row]), gpu=False)
         ahead = ahead_of(column) if early else None
         inner = adapted(column, hidden_states, None, ahead)[0].relu()
         inner = inner if ahead is None else gather_ahead(inner, hidden_states, ahead)
@@ -95,21 +100,57 @@ def test_two_fused_layers(fusing: Any, tokens: int, biased: bool, early: bool) -
         torch.testing.assert_close(row.bias.grad, gradient_of(whole[4]))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@on_ranks(3)
+def test_fused_products(dtype: torch.dtype) -> None:
+    """As on GPUs, in emulated symmetric memory."""
+    memories = dict[str, Any]()
+    with emulated(memories):
+        fused.check(world(), CPU, dtype)
+    assert [memory.size for memory in memories.values()] == [2 * 256 * 2048 * dtype.itemsize]
+    fused.check(world(), CPU, dtype)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_fused_products_on_gpus() -> None:
+    ranks = ["--nproc-per-node", str(torch.cuda.device_count())]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *ranks, "-m", "tests.support.fused"]
+    assert subprocess.run(command, timeout=300).returncode == 0
+
+
 def test_narrow_layers_are_not_fused_on_gpus() -> None:
     """Of each kind one is as wide as has to be, and one is narrower."""
 
-    def layer(kind: type, *shape: int, gpu: bool = True) -> Any:
+    def layer(kind: type, *shape: int) -> Any:
         made: Any = object.__new__(kind)
         nn.Module.__init__(made)
-        made.__dict__.update(weight=SimpleNamespace(is_cuda=gpu, shape=shape, dtype=torch.bfloat16), tp_group=None)
+        made.weight = nn.Parameter(torch.empty(shape, device="meta"))
         return made
 
-    wide = [layer(ColumnLinear, FUSED, 1), layer(RowLinear, 1, FUSED), layer(RowLinear, 1, 1, gpu=False)]
+    wide = [layer(ColumnLinear, FUSED, 1), layer(RowLinear, 1, FUSED)]
     narrow = [layer(ColumnLinear, FUSED - 1, FUSED), layer(RowLinear, FUSED, FUSED - 1)]
-    with mock.patch.object(linear, "_reserve") as reserve:
-        fuse_exchanges(nn.ModuleList([*wide, *narrow, nn.Linear(1, 1)]))
-    assert [each.split for each in (*wide, *narrow)] == ["fused"] * 3 + ["split"] * 2
-    assert reserve.call_count == 2
+    model = nn.ModuleList([*wide, *narrow, nn.Linear(1, 1)])
+    fuse_exchanges(model, gpu=True)
+    assert [each.split for each in (*wide, *narrow)] == ["fused"] * 2 + ["split"] * 2
+    fuse_exchanges(model, gpu=False)
+    assert [each.split for each in narrow] == ["fused"] * 2
+
+
+@on_ranks(2)
+def test_ranks_of_several_hosts_share_no_memory() -> None:
+    """Nor do those whose GPUs cannot read each other's."""
+    done = list[str]()
+    share_memory("text", world(), lambda: done.append("reserved"))
+    host = f"host-{dist.get_rank()}"
+    with (
+        mock.patch("socket.gethostname", return_value=host),
+        pytest.raises(UserError, match="text.tp_overlap.*host-0 on rank 0 and host-1 on rank 1.*tp inside a host"),
+    ):
+        share_memory("text", world(), lambda: done.append("not reserved"))
+    with pytest.raises(UserError, match="text.tp_overlap.*each other's memory: no peer access.*NVLink"):
+        share_memory("text", world(), mock.Mock(side_effect=RuntimeError("no peer access")))
+    assert done == ["reserved"]
 
 
 def test_symmetric_memory_grows_to_powers_of_two() -> None:
