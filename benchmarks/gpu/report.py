@@ -222,7 +222,7 @@ def _swiglu(row: Numbers) -> str:
 
 
 def _spinning(row: Numbers) -> str:
-    names = ("alone ms", "spin first, product ms", "product first, product ms", "product first, wait ms")
+    names = ("alone ms", "by ranks ms", "spin first, product ms", "product first, product ms", "product first, wait ms")
     return " | ".join([row["product"], str(row["carved out"]), *(_number(row.get(name), ".3f") for name in names)])
 
 
@@ -268,7 +268,7 @@ _TABLES: Mapping[str, Callable[[Numbers], Iterable[str]]] = {
     ),
     "hopper.spinning": _rows(
         "products",
-        "product | carved out | alone, ms | after the other kernel has begun, ms | before it, ms | then it waits, ms",
+        "product | carved out | alone, ms | by four ranks, ms | after the other kernel has begun, ms | before it, ms | then it waits, ms",
         _spinning,
     ),
     "hopper.swiglu": _rows(

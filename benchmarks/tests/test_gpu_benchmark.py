@@ -16,7 +16,7 @@ import torch
 from benchmarks.gpu import sections
 from benchmarks.gpu.__main__ import _names, _untimed_first
 from benchmarks.gpu.honest import honest
-from benchmarks.gpu.hopper import attention
+from benchmarks.gpu.hopper import attention, spinning
 from benchmarks.gpu.record import Check, Record, read
 from benchmarks.gpu.trace import Kernel, busy_and_idle, kind_of, summary
 from benchmarks.tests.expert_ranks import ROWS
@@ -139,7 +139,9 @@ def test_what_hopper_is_asked(hopper: dict[str, Any]) -> None:
     assert [row["case"] for row in ran] == list(attention.CASES) and {row["kernel"] for row in ran} == {"bucketed"}
     assert all(row["error forward"] < 5e-3 and row["error backward"] < 2e-2 for row in ran)
     assert {row["skipped"] for row in rows if "skipped" in row} == {"needs a GPU"}
-    assert {row["carved out"] for row in numbers(hopper, "spinning")["products"]} == {0}
+    products = numbers(hopper, "spinning")["products"]
+    assert {row["carved out"] for row in products} == {0}
+    assert sum("by ranks ms" in row for row in products) == 2 * len(spinning.LINEARS)
     assert numbers(hopper, "spinning")["beside a kernel"] == numbers(hopper, "graph")["graph"] == "needs a GPU"
     assert all(row["error backward"] < 5e-3 for row in numbers(hopper, "swiglu")["variants"])
     before, now = (numbers(hopper, name)["steps"] for name in ("share-7b-before", "share-7b"))

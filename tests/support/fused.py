@@ -18,7 +18,7 @@ SIZES = [(4, 8, 16), (1, 16, 8), (256, 2048, 64), (32, 64, 8)]
 
 def check(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
     """Compare with products in fp64 of what all ranks have. Raises `AssertionError`."""
-    ranks, rank, error = group.size(), group.rank(), 4 * torch.finfo(dtype).eps
+    ranks, rank, error = group.size(), group.rank(), 4 * torch.finfo(dtype).eps + 2e-6  # of sums in fp32
 
     def drawn(*shape: int, seed: int) -> Tensor:
         return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)

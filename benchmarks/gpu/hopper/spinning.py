@@ -1,10 +1,12 @@
 """The products of a layer beside a kernel that holds 16 multiprocessors as a collective does: who comes first, and
-whether products can be kept off some multiprocessors.
+whether products can be kept off some multiprocessors. And what is lost if products are taken apart by ranks, to fuse
+them with exchanges.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,6 +20,7 @@ from megatron_hetero.groups.platform import Platform
 TOKENS = 8208
 LINEARS = {"qkv": (3584, 1152), "out": (896, 3584), "gate and up": (3584, 9472), "down": (4736, 3584)}
 """Inputs and outputs of a layer's linear layers: 7B on tp:4."""
+RANKS = 4
 BLOCKS, SPIN_US = 16, 200
 """Of the kernel that spins: NCCL's CTAs, and about as long as a gather of a layer's inputs."""
 GATE, LATE = 2_000_000, 40_000
@@ -27,14 +30,16 @@ ROUNDS = 7
 
 def measure(record: Record, folder: Path, *, small: bool) -> None:
     """Each product alone and beside the kernel, in both orders, with and without a carve-out."""
-    platform, rows = Platform.detect(), list[dict[str, Any]]()
+    platform, rows, tokens = Platform.detect(), list[dict[str, Any]](), TOKENS // (64 if small else 1)
+    parts = _by_ranks(platform, tokens)
     carves = (None, BLOCKS) if platform.is_cuda and hasattr(torch._C, "_set_sm_carveout_experimental") else (None,)
-    for name, product in _products(platform, TOKENS // (64 if small else 1)).items():
+    for name, product in _products(platform, tokens).items():
         for carved in carves:
             if carved is not None:
                 torch._C._set_sm_carveout_experimental(carved)
             try:
-                row = {"product": name, "carved out": carved or 0, **medians_ms({"alone ms": product}, platform)}
+                works = {"alone ms": product} | ({"by ranks ms": parts[name]} if name in parts else {})
+                row = {"product": name, "carved out": carved or 0, **medians_ms(works, platform)}
                 if platform.is_cuda:
                     row |= _beside(product, first="spin") | _beside(product, first="product")
                 rows.append(row)
@@ -46,13 +51,35 @@ def measure(record: Record, folder: Path, *, small: bool) -> None:
         record.put("beside a kernel", NO_GPU)
 
 
-def _products(platform: Platform, tokens: int) -> dict[str, Callable[[], object]]:
-    """Of each linear layer the forward product, and those of the gradients of inputs and weights."""
+def _drawn(platform: Platform, *size: int) -> torch.Tensor:
+    return torch.randn(size, device=platform.device).bfloat16()
 
-    def drawn(*size: int) -> torch.Tensor:
-        return torch.randn(size, device=platform.device).bfloat16()
+
+def _by_ranks(platform: Platform, tokens: int) -> dict[str, Callable[[], object]]:
+    """The products that are fused with exchanges, a rank's rows after another's and on two streams in turn."""
+    other = torch.cuda.Stream() if platform.is_cuda else None
+
+    def work(x: torch.Tensor, matrix: torch.Tensor) -> None:
+        out = x.new_empty(len(x), matrix.shape[1])
+        if other is not None:
+            other.wait_stream(torch.cuda.current_stream())
+        for number, (rows, result) in enumerate(zip(x.chunk(RANKS), out.chunk(RANKS), strict=True)):
+            with torch.cuda.stream(other if number % 2 else None):
+                torch.mm(rows, matrix, out=result)
+        if other is not None:
+            torch.cuda.current_stream().wait_stream(other)
 
     found: dict[str, Callable[[], object]] = {}
+    for name, (inputs, outputs) in LINEARS.items():
+        weight = _drawn(platform, outputs, inputs)
+        found[f"{name}, forward"] = partial(work, _drawn(platform, tokens, inputs), weight.t())
+        found[f"{name}, inputs"] = partial(work, _drawn(platform, tokens, outputs), weight)
+    return found
+
+
+def _products(platform: Platform, tokens: int) -> dict[str, Callable[[], object]]:
+    """Of each linear layer the forward product, and those of the gradients of inputs and weights."""
+    drawn, found = partial(_drawn, platform), dict[str, Callable[[], object]]()
     for name, (inputs, outputs) in LINEARS.items():
         x, weight, grad = drawn(tokens, inputs), drawn(outputs, inputs), drawn(tokens, outputs)
         found[f"{name}, forward"] = lambda x=x, weight=weight: x @ weight.t()
