@@ -268,7 +268,8 @@ _TABLES: Mapping[str, Callable[[Numbers], Iterable[str]]] = {
     ),
     "hopper.spinning": _rows(
         "products",
-        "product | carved out | alone, ms | by four ranks, ms | after the other kernel has begun, ms | before it, ms | then it waits, ms",
+        "product | carved out | alone, ms | by four ranks, ms | after the other kernel has begun, ms | before it, ms | "
+        "then it waits, ms",
         _spinning,
     ),
     "hopper.swiglu": _rows(

@@ -273,7 +273,8 @@ def fused(
 ) -> list[Event]:
     """A product fused with a gather before it, or with a sum over `n` ranks after it, as PyTorch takes it apart
     (`_pipelined_multi_all_gather_and_consume`, `_pipelined_produce_and_all2all` in torch.distributed): by ranks, of
-    which one is computed while a copy engine fetches what another one has.
+    which one is computed while a copy engine fetches what another one has. Two streams take them in turn: a copy begins
+    when the product but one before it has ended.
 
     Args:
         phase: of the step.
@@ -290,7 +291,7 @@ def fused(
     barrier, copied = Ask("memory", host=INNER), Ask("memory", memory=2.0 * part, host=INNER)
     # Before and after a sum is fetched ranks wait for each other, too.
     sent = Ask("wire", wire=part if gathers else result, host=INNER * (1 if gathers else 3), engine=True)
-    found, copies = [Event(phase, "kernel", barrier)], list[int]()
+    found, copies = [Event(phase, "kernel", replace(barrier, host=0.0))], list[int]()  # The operator itself.
 
     def run(*asks: Ask) -> None:
         found.extend(Event(phase, "kernel", ask) for ask in asks)
@@ -304,11 +305,12 @@ def fused(
 
     if gathers:
         run(copied, barrier)
-        for _ in range(n - 1):
-            send()
+        send()
         run(product)
-        for copy in copies:
-            wait(copy)
+        for place in range(n - 1):
+            if place < n - 2:
+                send()
+            wait(copies[place])
             run(product)
         run(copied, barrier)
         return found
@@ -317,6 +319,8 @@ def fused(
             wait(copies[place - 2])
         run(product)
         send()
+    if n > 2:  # It is in the stream of every second one.
+        wait(copies[(n - 1) // 2 * 2 - 1])
     run(product)
     for copy in copies[-2:]:
         wait(copy)

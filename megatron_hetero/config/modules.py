@@ -69,7 +69,8 @@ class ModuleConfig(Section):
         at_least=0,
     )
     tp_overlap: bool = option(
-        False, "Fuse matrix products with the exchanges over tp before and after them. On GPUs, tp has to be inside a host."
+        False,
+        "Fuse matrix products with the exchanges over tp before and after them. On GPUs, tp must be inside a host.",
     )
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)

@@ -34,7 +34,7 @@ from megatron_hetero.job.job import JobSpec
 from megatron_hetero.layout.communicators import CommunicatorKind, communicators
 from megatron_hetero.layout.graph import Edge
 from megatron_hetero.layout.names import TEXT
-from megatron_hetero.models.layers.linear import symmetric_bytes
+from megatron_hetero.models.layers.linear import SYMMETRIC
 from megatron_hetero.schedule.program import Role
 from megatron_hetero.schedule.simulator import DurationKey, Simulation, simulate
 
@@ -145,7 +145,9 @@ class Estimate:
             running[ranks] = np.maximum(running[ranks], sizes.running)
             updates[ranks] = np.maximum(updates[ranks], sizes.update)
         activations, workspace, _ = self._activations.T
-        workspace = workspace + stays + running + self._symmetric()
+        for name, module in self.job.modules.items():
+            stays[list(self.job.layouts[name].ranks)] += SYMMETRIC * (self.gpu and module.settings.tp_overlap)
+        workspace = workspace + stays + running
         if self.gpu:  # Updates run when no activations are live, and can use their memory.
             workspace = np.maximum(workspace, updates - activations)
         return np.stack([weights, gradients, optimizer, activations, self._staging(), workspace], axis=1)
@@ -193,16 +195,6 @@ class Estimate:
             by_role = [_max_in_flight(role, boundary.edge) for role in schedule.roles]
             in_flight = [by_role[schedule.role_index[rank]] for rank in boundary.ranks.tolist()]
             total[boundary.ranks] += largest * in_flight
-        return total
-
-    def _symmetric(self) -> np.ndarray:
-        """Return the bytes of each rank's symmetric memory, for products that are fused with exchanges over tp."""
-        total = np.zeros(self.world_size, np.int64)
-        for name, module in self.job.modules.items():
-            if self.gpu and module.settings.tp_overlap:
-                works = [work for call, shards in self._calls.items() if call[0] == name for work in shards.shards]
-                longest = max((shard.local for work in works for shard in work), default=0)
-                total[list(module.layout.ranks)] += symmetric_bytes(module.shape.hidden * longest, module.dtype)
         return total
 
     @cached_property

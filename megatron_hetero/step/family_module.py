@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -12,15 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.base.errors import UserError
-from megatron_hetero.groups.collective import require_same
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.weight_map import Share, WeightMap, WeightSource, load_slices
 from megatron_hetero.job.module import ModuleJob
 from megatron_hetero.layout.axes import MAIN, View
 from megatron_hetero.layout.pipeline import PipelineStage, stages_of_rank
 from megatron_hetero.models.layers.backend import choose_backend
-from megatron_hetero.models.layers.linear import fuse_exchanges, reserve
+from megatron_hetero.models.layers.linear import fuse_exchanges
 from megatron_hetero.models.layers.offload import ActivationOffload
 from megatron_hetero.models.layers.parts import Site
 from megatron_hetero.schedule.gathering import shares_weights
@@ -78,12 +75,10 @@ def build_module(module: ModuleJob, topology: Topology, weights: WeightSource) -
     copies = module.shape.architecture.stored_twice
     chunks, sharded_stages = list[Any](), list[tuple[ShardedStage, ...]]()
     for stage, weight_map in zip(stages, maps, strict=True):
-        build = partial(_with_overlap, module, site, offload, stage)
+        build = partial(_model, module, site, offload, stage)
         model, sharded_views = _build_stage(build, stage, weight_map, weights, copies, trained, shard)
         chunks.append(model)
         sharded_stages.append(sharded_views)
-    if settings.tp_overlap and platform.is_cuda:
-        share_memory(module.name, site.groups.tp, partial(reserve, site.groups.tp, 0, module.dtype))
     parameters = {
         name: parameter
         for model, stage in zip(chunks, stages, strict=True)
@@ -164,26 +159,12 @@ def _adds_up(module: ModuleJob) -> bool:
     return module.recompute.chunk > 0
 
 
-def _with_overlap(module: ModuleJob, site: Site, offload: ActivationOffload | None, stage: PipelineStage) -> Any:
+def _model(module: ModuleJob, site: Site, offload: ActivationOffload | None, stage: PipelineStage) -> Any:
     """Build the model of a stage. With `tp_overlap`, its layers fuse exchanges over tp with their products."""
     model = module.model(site, stage, offload)
     if module.settings.tp_overlap:
         fuse_exchanges(model, gpu=site.platform.is_cuda)
     return model
-
-
-def share_memory(module: str, group: dist.ProcessGroup, reserve: Callable[[], object]) -> None:
-    """Call `reserve` for the symmetric memory of a module's tp `group`. Raises `UserError` if its ranks are on several
-    hosts, or cannot share memory.
-    """
-    where, fix = f"modules.{module}.tp_overlap (--{module}-tp_overlap)", "keep tp inside a host, or remove it"
-    # PyTorch would connect to a process of the same number on this host instead.
-    require_same(group, where, {"host": socket.gethostname()}, fix, "tp ranks read each other's memory")
-    try:
-        reserve()
-    except RuntimeError as error:
-        problem = f"tp ranks cannot read each other's memory: {error}"
-        raise UserError.at(where, problem=problem, fix="connect their GPUs by NVLink, or remove it") from error
 
 
 def _merged(maps: Iterable[WeightMap]) -> WeightMap:

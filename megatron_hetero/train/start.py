@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_hetero.base.errors import SharedError, UserError, listed
 from megatron_hetero.checkpoint.resume import Resumed, TrainState, resume, shared_record
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.config.schema import Config, to_yaml
 from megatron_hetero.groups import megatron
-from megatron_hetero.groups.collective import FIRST, all_or_none, on_first
+from megatron_hetero.groups.collective import FIRST, all_or_none, on_first, require_same
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.topology import Topology
 from megatron_hetero.hf.weight_map import WeightSource
@@ -25,6 +28,7 @@ from megatron_hetero.models.adapters import adapters_text
 from megatron_hetero.models.layers.backend import backend_notices
 from megatron_hetero.models.layers.compiled import require_compiler
 from megatron_hetero.models.layers.kernels import cudnn_support
+from megatron_hetero.models.layers.linear import reserve_symmetric_memory
 from megatron_hetero.models.weights import own_projectors, tensors_by_subset
 from megatron_hetero.schedule.contract import ModuleOnRank
 from megatron_hetero.step.algorithms import SGD, AdamW, Algorithm
@@ -54,9 +58,12 @@ def build_modules(
     if check:
         with topology.watchdog.waiting(lambda: "the first kernels that all other ranks compile"):
             topology.platform.agree_to_compile(topology.files)
-    topology.platform.leave_headroom()
 
     def build() -> tuple[TrainedModule, ...]:
+        for name, module in job.modules.items():
+            if module.settings.tp_overlap and topology.platform.is_cuda and topology.has(name):
+                share_memory(name, topology.group(name, "tp"))
+        topology.platform.leave_headroom()
         if job.config.model.compile == "layers":
             require_compiler(topology.platform.device)
         here = [module for name, module in job.modules.items() if topology.has(name)]
@@ -65,6 +72,23 @@ def build_modules(
     # If building fails on any rank, all ranks raise its error.
     with topology.watchdog.waiting(lambda: "the weights of all other ranks"):
         return all_or_none(topology.files, build, topology.watchdog.working)
+
+
+def share_memory(module: str, group: dist.ProcessGroup) -> None:
+    """Reserve symmetric memory for a module's tp `group`. Raises `UserError` if its ranks are on several hosts, or
+    cannot read each other's memory.
+    """
+    where, fix = f"modules.{module}.tp_overlap (--{module}-tp_overlap)", "keep tp inside a host, or remove it"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii")[:8]
+    # PyTorch connects to processes by their numbers, which are those of others on another host.
+    require_same(group, where, {"host": f"{socket.gethostname()} (boot {boot})"}, fix, "tp ranks share memory")
+    try:
+        reserve_symmetric_memory(group)
+    except (torch.OutOfMemoryError, dist.DistError):
+        raise
+    except RuntimeError as error:
+        problem, fix = f"tp ranks cannot share memory: {error}", "connect their GPUs by NVLink, or remove it"
+        raise UserError.at(where, problem=problem, fix=fix) from error
 
 
 def build_optimizer(job: JobSpec, topology: Topology, modules: Sequence[TrainedModule]) -> JointOptimizer:

@@ -255,7 +255,7 @@ class _Dispatch(TorchDispatchMode):
         out = SHAPES[packet](*args) if packet in SHAPES else func(*args, **kwargs)
         if self.gpu.inside and packet is aten.copy_:
             self.gpu.written.append(out)
-        self._account(packet, out)
+        self._account(packet, args, out)
         if packet is aten._flash_attention_backward:
             self.gpu.works_in(_flash_workspace(args[1], args[2], args[6]))
         if packet is SCATTER:  # The sums of all ranks, before they are added up.
@@ -305,11 +305,11 @@ class _Dispatch(TorchDispatchMode):
         if on_gpu and any(x.device.type == "cpu" and x.dim() for x in inputs):
             self.gpu.usage.mixed[f"{_place()}: {func}"] += 1
 
-    def _account(self, packet: Any, out: Any) -> None:
+    def _account(self, packet: Any, args: Any, out: Any) -> None:
         if self.gpu.inside:
             return
         if packet.__name__ not in NO_KERNELS:
-            self.gpu.usage.kernels[self.gpu.phase][packet.__name__] += 1
+            self.gpu.usage.kernels[self.gpu.phase][packet.__name__] += _launches(packet, args)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.device.type == "cuda":
                 self.gpu.holds(tensor)
@@ -361,6 +361,14 @@ def _gather_matmul(x: Tensor, matrices: list[Tensor], _: int, group: str) -> tup
 def _matmul_scatter(x: Tensor, matrix: Tensor, _: str, __: int, group: str) -> Tensor:
     """Likewise, `fused_matmul_reduce_scatter`."""
     return x.new_empty(len(x) // ranks(group), *x.shape[1:-1], matrix.shape[1])
+
+
+def _launches(packet: Any, args: Any) -> int:
+    """Kernels and copies of an op: of a fused one a product and a copy for each rank, waits of ranks for each other,
+    and, of sums, the sum.
+    """
+    n = ranks(args[-1]) if packet in (GATHER, SCATTER) else 0
+    return {GATHER: 2 * n + 4, SCATTER: 4 * n}.get(packet, 1)
 
 
 GATHER, SCATTER = torch.ops.symm_mem.fused_all_gather_matmul, torch.ops.symm_mem.fused_matmul_reduce_scatter

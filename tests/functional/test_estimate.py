@@ -203,7 +203,7 @@ CASES = [
     Case("dp:1", "dp:1", 1, LORA),
     Case("sp:2", "tp:2", 2, f"{BF16} {LORA} {SELECTIVE}", family="qwen3_vl"),
     Case("dp:2", "tp:2", 2, f"{BF16} --text-lora.r 16 --text-lora.targets *_proj --model.freeze vision projector"),
-    Case("tp:2", "tp:2", 2, f"{LORA} {WHOLE} --text-tp_overlap false"),
+    Case("tp:2", "tp:2", 2, f"{LORA} --text-tp_overlap true"),
     Case("dp:2", "pp:2", 2, f"{BF16} {LORA} {RECOMPUTE}"),
     Case("dp:2", "dp:2", 2, f"{BF16} {LORA} {ZERO3}"),
     Case("dp:4", "tp:2,dp:2,ep:2", 4, f"{BF16} {EVEN} {LORA}", family=MOE),

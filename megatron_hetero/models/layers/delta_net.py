@@ -60,7 +60,7 @@ from megatron_hetero.models.layers.exchange import Columns, even_ranges, gather_
 from megatron_hetero.models.layers.norms import Norm
 from megatron_hetero.models.layers.parts import AttentionPart, Operations, Site, Tokens, named
 from megatron_hetero.models.layers.recompute import not_saving, recompute
-from megatron_hetero.models.layers.rotary import Order
+from megatron_hetero.models.layers.sequences import Order
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,11 @@ from megatron_hetero.groups.platform import Function
 LEAST = 2**24
 """Minimum number of multiplications of a product that uses oneDNN."""
 FUSED = 1280
-"""Minimum width of a rank's part of a linear layer whose products are fused with exchanges on GPUs. A narrower product
-takes less time than its exchange on an H100, and fetching activations rank by rank takes longer than a collective.
+"""Minimum width of a rank's part of a linear layer whose products are fused with exchanges on GPUs. Of narrower ones
+the product hides so little of the exchange on an H100 that one collective takes less time than copies rank by rank.
 """
+SYMMETRIC = 256 * 2**20
+"""Bytes of the symmetric memory of a tp group whose products are fused with exchanges."""
 NARROW = 64
 """Minimum size of each dim of a product that uses oneDNN, which is slower for smaller dims."""
 
@@ -131,8 +133,8 @@ each has all tokens, and computes partial sums of their gradients (`whole`); or 
 class ColumnLinear(tensor_parallel.ColumnParallelLinear):
     """Column-parallel linear layer. It adds its bias itself, regardless of `skip_bias_add`."""
 
-    split: Sharing = "split"
-    """How sequence-parallel activations are exchanged: see `fuse_exchanges`."""
+    fused = False
+    """Whether products are fused with exchanges of sequence-parallel activations: see `fuse_exchanges`."""
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_: Tensor, *_: Any, ahead: Any = None, **__: Any
@@ -143,23 +145,24 @@ class ColumnLinear(tensor_parallel.ColumnParallelLinear):
             input_: this rank's tokens.
             ahead: early gather of the input in the backward pass (`overlapped.Ahead`), if any.
         """
-        sharing = self.split if self.sequence_parallel else "whole" if self.allreduce_dgrad else "none"
+        split = "fused" if self.fused else "split"
+        sharing = split if self.sequence_parallel else "whole" if self.allreduce_dgrad else "none"
         return _linear(self, input_, self.bias, sharing, ahead), None
 
 
 class RowLinear(tensor_parallel.RowParallelLinear):
-    """Row-parallel linear layer. It adds its bias itself, regardless of `skip_bias_add`, in the product of the first tp
-    rank.
+    """Row-parallel linear layer. It adds its bias itself, regardless of `skip_bias_add`: in the product of the first tp
+    rank, or after a sum that is fused with the product.
     """
 
-    split: Sharing = "split"
+    fused = False
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Map [S, 1, in / tp] to [S, 1, out] (or [S / tp, 1, out] with sequence-parallel activations)."""
         if self.input_size_per_partition == self.input_size:
             return _linear(self, input_, self.bias), None
         group: Any = self.tp_group
-        if self.sequence_parallel and self.split == "fused":
+        if self.sequence_parallel and self.fused:
             return _Scattered.apply(input_, self.weight, self.bias, group), None  # pyright: ignore[reportReturnType]
         bias = None if self.bias is None or group.rank() > 0 else self.bias.detach()
         sharing = "split" if self.sequence_parallel else "whole"
@@ -182,7 +185,7 @@ def fuse_exchanges(model: torch.nn.Module, *, gpu: bool) -> None:
     for layer in layers:
         # Column-parallel weights are split by rows, row-parallel weights by columns.
         if not gpu or layer.weight.shape[isinstance(layer, RowLinear)] >= FUSED:
-            layer.split = "fused"
+            layer.fused = True
 
 
 def _linear(layer: Any, x: Tensor, bias: Tensor | None = None, sharing: Sharing = "none", ahead: Any = None) -> Tensor:
@@ -283,46 +286,41 @@ def gathered_product(
     multiplied (PyTorch's `fused_all_gather_matmul`; Wang et al. 2023, ASPLOS, "Overlap Communication with Dependent
     Computation via Decomposition"). Collectives of NCCL would wait for multiprocessors, which a product holds.
     """
-    if not _has_symmetric_memory(x):
+    if not _fits(x, x.numel()):
         whole, _ = gathered(x, group)
         return whole, product(whole, matrix, bias)
-    reserve(group, x.numel(), x.dtype)
     gather_matmul = torch.ops.symm_mem.fused_all_gather_matmul
     whole, (out,) = gather_matmul(x.contiguous(), [matrix], 0, group.group_name)
+    out = torch.ops.aten._unsafe_view(out, out.shape)  # Adapters add to results in place, unless these are views.
     return whole, out if bias is None else out.add_(bias)
 
 
 def scattered_product(x: Tensor, matrix: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the product of `x` [S, 1, in / tp] and `matrix` [in / tp, out], summed over the ranks of `group`, for this
-    rank's tokens: [S / tp, 1, out]. See `gathered_product`; sums are computed in fp32.
+    rank's tokens: [S / tp, 1, out]. See `gathered_product`. On GPUs partial sums are rounded, and added in fp32.
     """
-    if not _has_symmetric_memory(x):
+    if not _fits(x, len(x) // group.size() * matrix.shape[1]):
         out, work = _reduced(product(x, matrix), group, "split")
         if work is not None:
             work.wait()
         return out
-    reserve(group, len(x) // group.size() * matrix.shape[1], x.dtype)
     return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", 0, group.group_name)
 
 
-def _has_symmetric_memory(x: Tensor) -> bool:
-    return x.is_cuda and len(x) > 0
+def _fits(x: Tensor, size: int) -> bool:
+    """Return whether activations of `size` elements of a rank are exchanged in symmetric memory, which all ranks of a
+    tp group decide alike. A sum takes twice their size: one half is fetched while the other is computed.
+    """
+    return x.is_cuda and 0 < 2 * size * x.itemsize <= SYMMETRIC
 
 
-def reserve(group: dist.ProcessGroup, size: int, dtype: torch.dtype) -> None:
-    """Make the symmetric memory of `group` large enough for activations of `size` elements. Ranks wait for each other
-    when it grows.
+def reserve_symmetric_memory(group: dist.ProcessGroup) -> None:
+    """Allocate the symmetric memory of `group`, once for the whole run: to make it larger PyTorch would free the former
+    one, for which the host waits for all streams of the device, with messages that other ranks have yet to send.
     """
     from torch.distributed._symmetric_memory import get_symm_mem_workspace  # This import defines the operators.
 
-    get_symm_mem_workspace(group.group_name, symmetric_bytes(size, dtype))  # pyright: ignore[reportArgumentType]
-
-
-def symmetric_bytes(size: int, dtype: torch.dtype) -> int:
-    """Return the symmetric memory of a group in bytes for activations of a rank of `size` elements: twice as many, of
-    which one half is fetched while the other is computed, rounded up to a power of two so that it seldom grows.
-    """
-    return 1 << max(20, (2 * size * dtype.itemsize - 1).bit_length())
+    get_symm_mem_workspace(group.group_name, SYMMETRIC)  # pyright: ignore[reportArgumentType]
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> tuple[Tensor, dist.Work | None]:

@@ -36,7 +36,7 @@ class Ahead:
 
 def ahead_of(layer: Any) -> Ahead | None:
     """Return an early gather of a column-parallel layer's input, for the layer and `gather_ahead`; None if the layer
-    gathers no input in its backward pass, or exchanges by itself.
+    gathers no input in its backward pass, or is not a `ColumnLinear`.
     """
     if not (isinstance(layer, ColumnLinear) and layer.sequence_parallel and torch.is_grad_enabled()):
         return None

@@ -84,40 +84,6 @@ def _cosines_and_sines(angles: Tensor) -> Tensor:
     return torch.stack((angles.cos(), angles.sin()))
 
 
-class Order(NamedTuple):
-    """Placement of n tokens of a sequence in S rows. `rows`: int64 [n], the row of each token. `tokens`: int64 [S], the
-    token of each row; n or larger for padding.
-    """
-
-    rows: Tensor
-    tokens: Tensor
-
-    def chosen(self, x: Tensor) -> Tensor:
-        """Return the rows of `x` [S, ...] in the order of tokens, without padding: [n, ...]."""
-        return _Reordered.apply(x, self, False)  # pyright: ignore[reportReturnType]
-
-    def placed(self, x: Tensor) -> Tensor:
-        """Return [S, ...] with the tokens `x` [n, ...] in their rows, and zeros for padding."""
-        return _Reordered.apply(x, self, True)  # pyright: ignore[reportReturnType]
-
-
-class _Reordered(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Order, into_rows: bool) -> Tensor:
-        ctx.order, ctx.into_rows = order, into_rows
-        return _place(x, order) if into_rows else x.index_select(0, order.rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad.index_select(0, ctx.order.rows) if ctx.into_rows else _place(grad, ctx.order), None, None
-
-
-def _place(x: Tensor, order: Order) -> Tensor:
-    length = len(order.tokens)
-    allocate = x.new_empty if length == len(x) else x.new_zeros
-    return allocate(length, *x.shape[1:]).index_copy_(0, order.rows, x)
-
-
 def rotate(x_nHD: Tensor, table_2nD: Tensor) -> Tensor:
     """Rotate each pair of elements of `x` [n, H, D] by its angle."""
     return _Rotate.apply(x_nHD, table_2nD)  # pyright: ignore[reportReturnType]
@@ -306,7 +272,9 @@ def heads_turned(mixed: Tensor, cosines_nD: Tensor, sines_nD: Tensor, dim: int) 
 def heads_turned_back(
     grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cosines_nD: Tensor, sines_nD: Tensor, like: Tensor
 ) -> Tensor:
-    """Compute the backward pass of `rotated_heads`: [S, G, heads of a group, D]. `like`: empty, [S, 0]."""
+    """Compute the backward pass of `rotated_heads`: [S, G, heads of a group, D]. `like`: an empty tensor [S, 0], whose
+    length is that of the projection.
+    """
     count = len(grad_v)
     groups, dim = grad_v.shape[1:-1].numel(), grad_v.shape[-1]
     q, k, v = (x.reshape(count, groups, -1, dim) for x in (grad_q, grad_k, grad_v))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_hetero.groups.platform import on_device
+from megatron_hetero.groups.platform import Function, on_device
 from megatron_hetero.layout.context import zigzag_tokens
 from megatron_hetero.models.layers.chunks import Chunks
 
@@ -76,3 +77,37 @@ class Sequences:
 
     def _moved(self, values: np.ndarray) -> Tensor:
         return on_device(torch.from_numpy(values), self.device)
+
+
+class Order(NamedTuple):
+    """Placement of n tokens of a sequence in S rows. `rows`: int64 [n], the row of each token. `tokens`: int64 [S], the
+    token of each row; n or larger for padding.
+    """
+
+    rows: Tensor
+    tokens: Tensor
+
+    def chosen(self, x: Tensor) -> Tensor:
+        """Return the rows of `x` [S, ...] in the order of tokens, without padding: [n, ...]."""
+        return _Reordered.apply(x, self, False)  # pyright: ignore[reportReturnType]
+
+    def placed(self, x: Tensor) -> Tensor:
+        """Return [S, ...] with the tokens `x` [n, ...] in their rows, and zeros for padding."""
+        return _Reordered.apply(x, self, True)  # pyright: ignore[reportReturnType]
+
+
+class _Reordered(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Order, into_rows: bool) -> Tensor:
+        ctx.order, ctx.into_rows = order, into_rows
+        return _place(x, order) if into_rows else x.index_select(0, order.rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad.index_select(0, ctx.order.rows) if ctx.into_rows else _place(grad, ctx.order), None, None
+
+
+def _place(x: Tensor, order: Order) -> Tensor:
+    length = len(order.tokens)
+    allocate = x.new_empty if length == len(x) else x.new_zeros
+    return allocate(length, *x.shape[1:]).index_copy_(0, order.rows, x)

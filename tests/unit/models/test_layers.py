@@ -19,6 +19,7 @@ from megatron_hetero.models.layers.linear import gradient_of_weight
 from megatron_hetero.models.layers.mlp import swiglu
 from megatron_hetero.models.layers.norms import LayerNorm, RMSNorm
 from megatron_hetero.models.layers.rotary import rotate, rotated_heads
+from megatron_hetero.models.layers.sequences import Order
 from tests.unit.models.layers import norm_of, with_gradients
 
 prepare(Platform(CPU, "gloo"))
@@ -102,7 +103,7 @@ def test_heads_are_rotated_in_one_pass_as_in_several(padding: int, groups: int, 
 
 def test_orders_go_backward_as_their_adjoints() -> None:
     """Of five tokens in six rows."""
-    order = rotary.Order(torch.tensor([0, 2, 3, 1, 4]), torch.tensor([0, 3, 1, 2, 4, 5]))
+    order = Order(torch.tensor([0, 2, 3, 1, 4]), torch.tensor([0, 3, 1, 2, 4, 5]))
     x, back = torch.randn(6, 2), torch.randn(5, 2)
     rows, tokens = x.clone().requires_grad_(), back.clone().requires_grad_()
     order.chosen(rows).backward(back)

@@ -157,9 +157,9 @@ class Collectives:
         return call
 
 
-@pytest.mark.parametrize("split, splits", [("split", True), ("fused", True), ("split", False)])
+@pytest.mark.parametrize("fused, splits", [(False, True), (True, True), (False, False)])
 @on_ranks(2)
-def test_exchanges_over_tp(split: str, splits: bool) -> None:
+def test_exchanges_over_tp(fused: bool, splits: bool) -> None:
     """Two layers with adapters against one rank: values, gradients, and one collective of low rank for each layer and
     pass, beside those of the layers.
     """
@@ -182,7 +182,7 @@ def test_exchanges_over_tp(split: str, splits: bool) -> None:
     def mine(t: Tensor, dim: int = 0) -> Tensor:
         return t.detach().chunk(2, dim=dim)[rank].clone()
 
-    common: Any = {"bias": None, "tp_group": group, "skip_bias_add": False, "sequence_parallel": splits, "split": split}
+    common: Any = {"bias": None, "tp_group": group, "skip_bias_add": False, "sequence_parallel": splits, "fused": fused}
     column: Any = SimpleNamespace(weight=mine(whole["first"]), allreduce_dgrad=not splits, **common)
     row: Any = SimpleNamespace(
         weight=mine(whole["second"], 1), input_size_per_partition=ffn // 2, input_size=ffn, **common

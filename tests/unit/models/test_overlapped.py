@@ -22,12 +22,14 @@ from megatron_hetero.models.layers.linear import (
     ColumnLinear,
     RowLinear,
     fuse_exchanges,
+    gathered_product,
     gradient_of_weight,
-    symmetric_bytes,
+    scattered_product,
 )
 from megatron_hetero.models.layers.low_rank import adapted
 from megatron_hetero.models.layers.overlapped import ahead_of, gather_ahead
-from megatron_hetero.step.family_module import share_memory
+from megatron_hetero.train import start
+from megatron_hetero.train.start import share_memory
 from tests.support import fused
 from tests.support.folders import ModelChoice, write_model
 from tests.support.matrix import thinned
@@ -89,7 +91,7 @@ def test_two_fused_layers(fusing: Any, tokens: int, biased: bool, early: bool) -
         inner = inner if ahead is None else gather_ahead(inner, hidden_states, ahead)
         out, left = adapted(row, inner)
         out.backward(own(cotangent))
-    assert (column.split, row.split, left, row.weight.grad_added_to_main_grad) == ("fused", "fused", None, True)
+    assert (column.fused, row.fused, left, row.weight.grad_added_to_main_grad) == (True, True, None, True)
     torch.testing.assert_close(out, own(expected))
     torch.testing.assert_close(hidden_states.grad, own(gradient_of(whole[0])))
     torch.testing.assert_close(column.weight.grad, own(gradient_of(whole[1])))
@@ -107,7 +109,7 @@ def test_fused_products(dtype: torch.dtype) -> None:
     memories = dict[str, Any]()
     with emulated(memories):
         fused.check(world(), CPU, dtype)
-    assert [memory.size for memory in memories.values()] == [2 * 256 * 2048 * dtype.itemsize]
+    assert [memory.size for memory in memories.values()] == [256 * 2048 * dtype.itemsize]
     fused.check(world(), CPU, dtype)
 
 
@@ -132,31 +134,41 @@ def test_narrow_layers_are_not_fused_on_gpus() -> None:
     narrow = [layer(ColumnLinear, FUSED - 1, FUSED), layer(RowLinear, FUSED, FUSED - 1)]
     model = nn.ModuleList([*wide, *narrow, nn.Linear(1, 1)])
     fuse_exchanges(model, gpu=True)
-    assert [each.split for each in (*wide, *narrow)] == ["fused"] * 2 + ["split"] * 2
+    assert [each.fused for each in (*wide, *narrow)] == [True] * 2 + [False] * 2
     fuse_exchanges(model, gpu=False)
-    assert [each.split for each in narrow] == ["fused"] * 2
+    assert all(each.fused for each in narrow)
 
 
 @on_ranks(2)
 def test_ranks_of_several_hosts_share_no_memory() -> None:
     """Nor do those whose GPUs cannot read each other's."""
-    done = list[str]()
-    share_memory("text", world(), lambda: done.append("reserved"))
-    host = f"host-{dist.get_rank()}"
-    with (
-        mock.patch("socket.gethostname", return_value=host),
-        pytest.raises(UserError, match="text.tp_overlap.*host-0 on rank 0 and host-1 on rank 1.*tp inside a host"),
-    ):
-        share_memory("text", world(), lambda: done.append("not reserved"))
-    with pytest.raises(UserError, match="text.tp_overlap.*each other's memory: no peer access.*NVLink"):
-        share_memory("text", world(), mock.Mock(side_effect=RuntimeError("no peer access")))
-    assert done == ["reserved"]
+    reserve = mock.Mock()
+    with mock.patch.object(start, "reserve_symmetric_memory", reserve):
+        share_memory("text", world())
+        with (
+            mock.patch("socket.gethostname", return_value=f"host-{dist.get_rank()}"),
+            pytest.raises(UserError, match="tp_overlap.*host-0 .* rank 0 and host-1 .* rank 1.*inside a host"),
+        ):
+            share_memory("text", world())
+        assert reserve.mock_calls == [mock.call(world())]
+        reserve.side_effect = RuntimeError("no peer access")
+        with pytest.raises(UserError, match="text.tp_overlap.*cannot share memory: no peer access.*NVLink"):
+            share_memory("text", world())
+        reserve.side_effect = torch.OutOfMemoryError("out of memory")
+        with pytest.raises(torch.OutOfMemoryError):
+            share_memory("text", world())
 
 
-def test_symmetric_memory_grows_to_powers_of_two() -> None:
-    mib = [symmetric_bytes(size, torch.bfloat16) / 2**20 for size in (0, 2**18, 2**18 + 1, 1026 * 5120)]
-    assert mib == [1, 1, 2, 32]
-    assert symmetric_bytes(2**18, torch.float32) == 2**21
+@on_ranks(2)
+def test_activations_that_do_not_fit_are_exchanged_by_collectives() -> None:
+    """Symmetric memory never grows."""
+    x, matrix, memories = torch.ones(4, 1, 8), torch.ones(8, 4), dict[str, Any]()
+    with emulated(memories), mock.patch.object(linear, "SYMMETRIC", 2 * x.nbytes - 1):
+        assert gathered_product(x, matrix, world())[1].shape == (8, 1, 4) and not memories
+        assert scattered_product(x, matrix, world()).shape == (2, 1, 4) and memories
+        memories.clear()
+    with mock.patch.object(linear, "SYMMETRIC", 2 * x.nbytes):
+        assert not linear._fits(x, x.numel()), "a CPU has none"
 
 
 STEPS = [
