@@ -20,7 +20,9 @@ stays on its rank: never more than an all-gather, which sends each token to ever
 
 The host needs the sizes of the exchange, which the router determines on the device. So the forward pass waits for the
 device once, unless every rank has all experts; the backward pass and a recomputation reuse the sizes. It waits once
-more for `Dispatch.host_ends` where chunks, or products one expert at a time, depend on the pairs of each expert.
+more for `Dispatch.host_ends` where chunks, or products one expert at a time, depend on the pairs of each expert. After
+a wait the device is idle until the host issues more. So all that does not depend on sizes is issued before, and indices
+for sums after the experts' products.
 
 Shapes: `tokens` are local tokens without padding, `k` experts per token, `width` elements of a row.
 """
@@ -29,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -65,34 +67,47 @@ class Copies(NamedTuple):
         return cls(rows, order, counts.cumsum(0) - counts)
 
 
-def take(x: Tensor, copies: Copies) -> Tensor:
-    """Copy rows of `x` [rows, width] and return the copies [copies, width]."""
-    return _Moved.apply(x, copies, False)  # pyright: ignore[reportReturnType]
+class Move(NamedTuple):
+    """A local move of rows: `take`, or the sum of copies if `adds`. Without `rows`, nothing moves."""
+
+    rows: Tensor | None = None
+    """Row of each copy, [copies]."""
+    copies: Callable[[], Copies] | None = None
+    """Return the copies of each row; called only to add up."""
+    adds: bool = False
+
+    @property
+    def adjoint(self) -> Move:
+        """The move of gradients."""
+        return self._replace(adds=not self.adds)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Move `x`."""
+        if self.rows is None or self.copies is None:
+            return x
+        if not self.adds:
+            return x.index_select(0, self.rows)
+        _, order, starts = self.copies()
+        if not len(x):
+            return x.new_zeros(len(starts), x.shape[1])
+        # `embedding_bag` adds in a fixed order and in fp32; `index_add_` on a GPU does neither.
+        return F.embedding_bag(order, x, starts, mode="sum")
 
 
-def add_up(x: Tensor, copies: Copies) -> Tensor:
-    """Add up the copies `x` [copies, width] of each row and return the sums [rows, width]."""
-    return _Moved.apply(x, copies, True)  # pyright: ignore[reportReturnType]
+def move(x: Tensor, by: Move) -> Tensor:
+    """Move `x` [rows, width] to copies [copies, width], or back if `by` adds."""
+    return _Moved.apply(x, by)  # pyright: ignore[reportReturnType]
 
 
 class _Moved(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, copies: Copies, adds: bool) -> Tensor:
-        ctx.copies, ctx.adds = copies, adds
-        return _moved(x, copies, adds)
+    def forward(ctx: Any, x: Tensor, by: Move) -> Tensor:
+        ctx.by = by
+        return by(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _moved(grad, ctx.copies, not ctx.adds), None, None
-
-
-def _moved(x: Tensor, copies: Copies, adds: bool) -> Tensor:
-    if not adds:
-        return x.index_select(0, copies.rows)
-    if not len(x):
-        return x.new_zeros(len(copies.starts), x.shape[1])
-    # `embedding_bag` adds in a fixed order and in fp32; `index_add_` on a GPU does neither.
-    return F.embedding_bag(copies.order, x, copies.starts, mode="sum")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.by.adjoint(grad), None
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,17 +157,6 @@ class Crossing:
         return out
 
 
-class Move(NamedTuple):
-    """A local move before or after an exchange: `take`, or `add_up` if `adds`; none without `copies`."""
-
-    copies: Copies | None = None
-    adds: bool = False
-
-    def __call__(self, x: Tensor, *, adjoint: bool = False) -> Tensor:
-        """Move `x`, or its gradient."""
-        return x if self.copies is None else _moved(x, self.copies, self.adds != adjoint)
-
-
 class _Started(Function):
     """Autograd function that moves rows and starts their exchange."""
 
@@ -164,7 +168,7 @@ class _Started(Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.crossing.beside()
-        return ctx.move(ctx.crossing.finish(), adjoint=True), None, None
+        return ctx.move.adjoint(ctx.crossing.finish()), None, None
 
 
 class _Finished(Function):
@@ -177,7 +181,7 @@ class _Finished(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.crossing.start(ctx.move(grad, adjoint=True), back=True), None, None
+        return ctx.crossing.start(ctx.move.adjoint(grad), back=True), None, None
 
 
 def start(x: Tensor, crossing: Crossing, move: Move) -> Tensor:
@@ -214,9 +218,12 @@ class Dispatch:
         experts: number of experts on all ranks.
         local: the experts [start, stop) of this rank.
         pairs_here: number of pairs of this rank's experts.
-        rows: the copies of tokens to send, sorted by rank; None if every rank has all experts.
-        exchange: the exchange of these rows; None if every rank has all experts.
-        by_expert: `pairs`, `choice` and `ends`, once the experts of received rows are known.
+        exchange: the exchange of rows; None if every rank has all experts.
+        tokens: the token of each row to send, sorted by rank; None if every rank has all experts.
+        to_rank: bool [tokens, ranks], whether a token is sent to each rank; None if every rank has all experts.
+        packed: [tokens * ranks or k, 2 k], the experts and weights of each row to send, until they are sent.
+        by_expert: the row of each pair, `choice` and `ends`, once the experts of received rows are known.
+        expert: [received rows, k], the experts of received rows, until `pairs` needs them.
         weights: [pairs], the routing weights of the first forward pass, once they are known, if they are exchanged.
     """
 
@@ -224,19 +231,40 @@ class Dispatch:
     experts: int
     local: tuple[int, int]
     pairs_here: int
-    rows: Copies | None = None
     exchange: RowExchange | None = None
-    by_expert: tuple[Copies, Tensor, Tensor] | None = None
+    tokens: Tensor | None = None
+    to_rank: Tensor | None = None
+    packed: Tensor | None = None
+    by_expert: tuple[Tensor, Tensor, Tensor] | None = None
+    expert: Tensor | None = None
     weights: Tensor | None = None
 
-    def _sorted(self) -> tuple[Copies, Tensor, Tensor]:
+    def _sorted(self) -> tuple[Tensor, Tensor, Tensor]:
         assert self.by_expert is not None, "`finish_weights` comes first"
         return self.by_expert
 
-    @property
+    @cached_property
+    def rows(self) -> Copies:
+        """The copies of tokens that are sent, sorted by rank."""
+        assert self.tokens is not None and self.to_rank is not None, "experts are on several ranks"
+        return Copies.of(self.tokens, self.tokens.argsort(stable=True), self.to_rank.sum(1))
+
+    @cached_property
     def pairs(self) -> Copies:
         """The copies of received rows, sorted by expert."""
-        return self._sorted()[0]
+        (rows, choice, ends), expert, self.expert = self._sorted(), self.expert, None
+        assert expert is not None, "as long as there are no pairs"
+        return Copies.of(rows, choice.argsort(), (expert < len(ends)).sum(1))
+
+    @property
+    def to_rows(self) -> Move:
+        """The move of local tokens to rows that are sent."""
+        return Move(self.tokens, lambda: self.rows)
+
+    @property
+    def to_pairs(self) -> Move:
+        """The move of received rows to pairs."""
+        return Move(self._sorted()[0], lambda: self.pairs)
 
     @property
     def choice(self) -> Tensor:
@@ -254,11 +282,14 @@ class Dispatch:
         return _read(self.ends, len(self.choice))
 
     @classmethod
-    def of(cls, chosen: Tensor, experts: int, group: dist.ProcessGroup, imbalance: float = 1.0) -> Dispatch:
+    def of(
+        cls, chosen: Tensor, weights: Tensor, experts: int, group: dist.ProcessGroup, imbalance: float = 1.0
+    ) -> Dispatch:
         """Return the dispatch of local tokens. This is a collective call if `group` has several ranks.
 
         Args:
             chosen: int64 [tokens, k], the experts of each token.
+            weights: [tokens, k], their routing weights.
             experts: number of experts.
             group: the ranks over which experts are divided.
             imbalance: received pairs relative to the mean, used for tensors on the device `meta`.
@@ -266,16 +297,34 @@ class Dispatch:
         ranks = group.size()
         local = block(experts, group.rank(), ranks)
         if ranks == 1:
-            by_expert = _by_expert(chosen, local, experts, chosen.numel())
-            return cls(chosen, experts, local, chosen.numel(), by_expert=by_expert)
+            found = cls(chosen, experts, local, chosen.numel())
+            found.sort(chosen)
+            return found
         # The owner is the inverse of `block`.
         owner = (chosen * ranks + (ranks - 1)) // experts if experts % ranks else chosen // (experts // ranks)
         to_rank = chosen.new_zeros(len(chosen), ranks, dtype=torch.bool).scatter_(1, owner, True)
+        # `contiguous` frees the other column of the result. The rows beyond those to send are tokens 0.
+        most = len(chosen) * min(ranks, chosen.shape[1])
+        tokens = torch.nonzero_static(to_rank.t(), size=most, fill_value=0)[:, 1].contiguous()
+        # Experts travel as the bits of the weights' dtype.
+        bits = chosen.to(_INTEGERS[weights.itemsize]).view(weights.dtype)
+        packed = torch.cat((bits, weights.detach()), dim=1).index_select(0, tokens)
         sizes = _sizes(owner, to_rank, group, imbalance)
-        # `contiguous` frees the other column of the result.
-        tokens = torch.nonzero_static(to_rank.t(), size=sum(sizes.sent))[:, 1].contiguous()
-        rows = Copies.of(tokens, tokens.argsort(stable=True), to_rank.sum(1))
-        return cls(chosen, experts, local, sizes.pairs, rows, RowExchange(group, sizes.sent, sizes.received))
+        exchange = RowExchange(group, sizes.sent, sizes.received)
+        return cls(chosen, experts, local, sizes.pairs, exchange, tokens[: sum(sizes.sent)], to_rank, packed)
+
+    def sort(self, chosen: Tensor) -> None:
+        """Sort the pairs of this rank's experts by expert. `chosen`: integers [received rows, k], the experts of each
+        received row.
+        """
+        start, stop = self.local
+        # Local experts are numbered from 0; others follow.
+        self.expert = expert = (chosen - start) % self.experts if start else chosen
+        in_order, choice = expert.flatten().sort(stable=True)
+        if len(choice) > self.pairs_here:
+            choice = choice[: self.pairs_here].clone()  # A slice would keep the others alive.
+        ends = torch.searchsorted(in_order, _numbers(stop - start, chosen.dtype, chosen.device), out_int32=True)
+        self.by_expert = choice // chosen.shape[1], choice, ends
 
     def start_weights(self, weights: Tensor, crossing: Crossing) -> Tensor:
         """Start to send chosen experts and routing `weights` [tokens, k] in one exchange, which a recomputation does
@@ -291,17 +340,13 @@ class Dispatch:
 class _WeightsStarted(Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, dispatch: Dispatch, crossing: Crossing) -> Tensor:
-        assert dispatch.rows is not None, "experts are on several ranks"
-        ctx.rows, ctx.crossing = dispatch.rows, crossing
-        if dispatch.weights is not None:
-            return weights.new_empty(0)
-        # Experts travel as the bits of the weights' dtype.
-        experts = dispatch.chosen.to(_INTEGERS[weights.itemsize]).view(weights.dtype)
-        return crossing.start(torch.cat((experts, weights), dim=1).index_select(0, dispatch.rows.rows))
+        ctx.move, ctx.crossing = dispatch.to_rows, crossing
+        packed, dispatch.packed = dispatch.packed, None
+        return weights.new_empty(0) if packed is None else crossing.start(packed[: sum(crossing.exchange.sent)])
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _moved(ctx.crossing.finish(), ctx.rows, True), None, None
+        return ctx.move.adjoint(ctx.crossing.finish()), None, None
 
 
 class _WeightsFinished(Function):
@@ -310,8 +355,7 @@ class _WeightsFinished(Function):
         ctx.dispatch, ctx.crossing = dispatch, crossing
         if dispatch.weights is None:
             experts, weights = crossing.finish().chunk(2, dim=1)
-            experts = experts.view(_INTEGERS[weights.itemsize]).long()
-            dispatch.by_expert = _by_expert(experts, dispatch.local, dispatch.experts, dispatch.pairs_here)
+            dispatch.sort(experts.view(_INTEGERS[weights.itemsize]))
             dispatch.weights = weights.reshape(-1).index_select(0, dispatch.choice)
         return dispatch.weights.detach()
 
@@ -346,23 +390,8 @@ def _read(ends: Tensor, pairs: int) -> tuple[int, ...]:
     return (pairs,) * len(ends) if ends.is_meta else tuple(ends.tolist())
 
 
-def _by_expert(chosen: Tensor, local: tuple[int, int], experts: int, pairs: int) -> tuple[Copies, Tensor, Tensor]:
-    """Sort the pairs of this rank's experts by expert.
-
-    Args:
-        chosen: int64 [rows, k], the experts of each row.
-        local: the experts [start, stop) of this rank.
-        experts: number of experts on all ranks.
-        pairs: number of pairs of this rank's experts.
-
-    Returns:
-        Copies of rows, the index of each pair in `chosen`, and where the pairs of each expert end.
-    """
-    start, stop = local
-    expert = (chosen - start) % experts if start else chosen  # Local experts are numbered from 0; others follow.
-    in_order, choice = expert.flatten().sort(stable=True)
-    if len(choice) > pairs:
-        choice = choice[:pairs].clone()  # A slice would keep the others alive.
-    ends = torch.searchsorted(in_order, torch.arange(1, stop - start + 1, device=chosen.device), out_int32=True)
-    copies = Copies.of(choice // chosen.shape[1], choice.argsort(), (expert < stop - start).sum(1))
-    return copies, choice, ends
+@lru_cache(maxsize=16)
+def _numbers(last: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the numbers from 1 to `last`."""
+    with torch.inference_mode(False):  # Later calls reuse the tensor, and autograd cannot save inference tensors.
+        return torch.arange(1, last + 1, dtype=dtype, device=device)

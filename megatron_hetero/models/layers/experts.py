@@ -28,7 +28,7 @@ from megatron_hetero.groups.platform import Function
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, TensorSlice, WeightMap, split_length, whole
 from megatron_hetero.layout.axes import EXPERTS
 from megatron_hetero.models.layers.compiled import activated, run
-from megatron_hetero.models.layers.dispatch import Crossing, Dispatch, Move, add_up, block, finish, start, take
+from megatron_hetero.models.layers.dispatch import Crossing, Dispatch, Move, block, finish, move, start
 from megatron_hetero.models.layers.grouped import Ends, Matrices, grouped_linear, is_grouped
 from megatron_hetero.models.layers.low_rank import ExpertsLowRank
 from megatron_hetero.models.layers.mlp import MLP, swiglu
@@ -193,18 +193,20 @@ class ExpertMLPModule(torch.nn.Module):
         logits = F.linear(tokens, self.router)
         probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
         dispatch: Dispatch | None = call.memo.get("dispatch")
-        if dispatch is None:
-            chosen = probabilities.detach().topk(self.part.top_k, dim=-1).indices
-            dispatch = Dispatch.of(chosen, self.part.experts, self.group, self.imbalance)
-            call.memo["dispatch"] = dispatch
-            if call.trains:
-                self._count(chosen)
-            if call.balance is not None:
-                call.balance.count(call.balance.of(first, len(tokens)), chosen, probabilities)
+        chosen = probabilities.detach().topk(self.part.top_k).indices if dispatch is None else dispatch.chosen
+        if dispatch is None and call.trains:
+            self._count(chosen)
         if call.balance is not None:
-            probabilities = call.balance.balanced(call.balance.of(first, len(tokens)), probabilities)
-        weights = probabilities.gather(1, dispatch.chosen)
-        return dispatch, (weights / weights.sum(dim=-1, keepdim=True)).to(logits.dtype)
+            samples = call.balance.of(first, len(tokens))
+            if dispatch is None:
+                call.balance.count(samples, chosen, probabilities)
+            probabilities = call.balance.balanced(samples, probabilities)
+        weights = probabilities.gather(1, chosen)
+        weights = (weights / weights.sum(dim=-1, keepdim=True)).to(logits.dtype)
+        if dispatch is None:
+            dispatch = Dispatch.of(chosen, weights, self.part.experts, self.group, self.imbalance)
+            call.memo["dispatch"] = dispatch
+        return dispatch, weights
 
     def _count(self, chosen: Tensor) -> None:
         if self._loads is None:
@@ -225,17 +227,17 @@ class _Experts(torch.nn.Module):
     def forward(self, tokens: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
         """Apply the experts to `tokens` [tokens, hidden] with routing `weights` [tokens, k]: [tokens, hidden]."""
         # Exchanges are inside this module, since FSDP2 has its weights only here.
-        if dispatch.rows is None or dispatch.exchange is None:
+        if dispatch.exchange is None:
             out, _ = self.of_pairs(tokens, weights.flatten().index_select(0, dispatch.choice), dispatch)
-            return add_up(out, dispatch.pairs)
+            return move(out, dispatch.to_pairs.adjoint)
         of_weights, there = Crossing(dispatch.exchange), Crossing(dispatch.exchange)
         received = dispatch.start_weights(weights, of_weights)
-        rows = start(tokens, there, Move(dispatch.rows))
+        rows = start(tokens, there, dispatch.to_rows)
         weights = dispatch.finish_weights(received, of_weights)
         out, compute = self.of_pairs(finish(rows, there, Move()), weights, dispatch)
         back = Crossing(dispatch.exchange.back, compute)
-        out = start(out, back, Move(dispatch.pairs, adds=True))
-        return finish(out, back, Move(dispatch.rows, adds=True))
+        out = start(out, back, dispatch.to_pairs.adjoint)
+        return finish(out, back, dispatch.to_rows.adjoint)
 
     def of_pairs(self, rows: Tensor, weights: Tensor, dispatch: Dispatch) -> tuple[Tensor, Callable[[], None]]:
         """Apply the experts to the pairs of `rows` [rows, hidden] with routing `weights` [pairs]. Return the results
@@ -246,10 +248,10 @@ class _Experts(torch.nn.Module):
         ends = dispatch.ends if is_grouped(rows, *widths) else dispatch.host_ends
         if self.again and not 0 < self.limit < len(dispatch.choice):
             widen = partial(grouped_linear, matrices=first, ends=ends)
-            inner = recompute(lambda x, weights: self._inner(widen(take(x, dispatch.pairs)), weights), rows, weights)
+            inner = recompute(lambda x, weights: self._inner(widen(move(x, dispatch.to_pairs)), weights), rows, weights)
         else:
             # Copy rows inside this module, since `not_saving` does not recognise tensors that FSDP2 has passed on.
-            x = recompute(lambda rows: take(rows, dispatch.pairs), rows)
+            x = recompute(lambda rows: move(rows, dispatch.to_pairs), rows)
             if 0 < self.limit < len(x):
                 plan = chunks(dispatch.host_ends, self.limit), ends, self._inner, (first.scale, second.scale)
                 with not_saving(x):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hetero.models.layers import dispatch as layers_dispatch
-from megatron_hetero.models.layers.dispatch import Crossing, Dispatch, Move, RowExchange, block, finish, start, take
+from megatron_hetero.models.layers.dispatch import Crossing, Dispatch, Move, RowExchange, block, finish, move, start
 from tests.support.ranks import on_ranks
 
 WIDTH, RANKS = 11, 4
@@ -58,22 +58,22 @@ def _compare(chosen: list[Tensor], given: list[Tensor], rank: int, blocks: list[
     first, stop = blocks[rank]
     x, received = given[rank].clone().requires_grad_(), Received()
     with mock.patch.object(RowExchange, "run", lambda exchange, x: received(exchange, x)):
-        dispatch = Dispatch.of(chosen[rank], blocks[-1][1], dist.group.WORLD)  # pyright: ignore[reportArgumentType]
-        assert dispatch.rows is not None and dispatch.exchange is not None
+        weights = _weights_of(chosen[rank]).requires_grad_()
+        dispatch = Dispatch.of(chosen[rank], weights, blocks[-1][1], dist.group.WORLD)  # pyright: ignore[reportArgumentType]
+        assert dispatch.exchange is not None
         of_weights, there, back = (
             Crossing(each) for each in (dispatch.exchange, dispatch.exchange, dispatch.exchange.back)
         )
-        weights = _weights_of(chosen[rank]).requires_grad_()
         waiting = dispatch.start_weights(weights, of_weights)
-        rows = start(x, there, Move(dispatch.rows))
+        rows = start(x, there, dispatch.to_rows)
         of_pairs = dispatch.finish_weights(waiting, of_weights)
-        pairs = take(finish(rows, there, Move()), dispatch.pairs)
+        pairs = move(finish(rows, there, Move()), dispatch.to_pairs)
         sizes = dispatch.ends.diff(prepend=dispatch.ends.new_zeros(1))
         factors = torch.arange(first, stop).repeat_interleave(sizes.long()) + 1.0
         # Weights are those of experts: pairs have them in the order of their experts.
         assert torch.equal(of_pairs, factors.double() / 16)
         out = pairs * factors[:, None].double()
-        out = finish(start(out, back, Move(dispatch.pairs, adds=True)), back, Move(dispatch.rows, adds=True))
+        out = finish(start(out, back, dispatch.to_pairs.adjoint), back, dispatch.to_rows.adjoint)
         torch.autograd.backward([out, of_pairs], [x.detach() + 1, of_pairs.detach()])
     with mock.patch.object(layers_dispatch, "_read", wraps=layers_dispatch._read) as read:
         assert list(dispatch.host_ends) == dispatch.ends.tolist() == list(dispatch.host_ends)

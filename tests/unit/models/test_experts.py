@@ -90,7 +90,9 @@ def test_experts_with_no_rows_or_one(
     rows, factors = (tensor.detach().to(**options).requires_grad_() for tensor in (x, weights))
     loops = mock.patch.object(layer, "is_grouped", return_value=False)
     with contextlib.nullcontext() if one_kernel else loops:
-        out, _ = module.of_pairs(rows, factors, Dispatch.of(chosen.to(device)[:, None], 4, SilentGroup(1)))
+        out, _ = module.of_pairs(
+            rows, factors, Dispatch.of(chosen.to(device)[:, None], factors[:, None], 4, SilentGroup(1))
+        )
         out.backward(cotangent.detach().to(**options))
     found = (out, rows.grad, factors.grad, module.first.grad, module.second.grad)
     for one, other in zip(found, (expected, *of_expected), strict=True):
@@ -128,7 +130,7 @@ def chunked(chunk: int, dtype: torch.dtype, top_k: int = 2) -> dict[str, Tensor]
 
     for parameter in module.parameters():
         parameter.data.copy_(drawn(*parameter.shape) / 8)
-    dispatch = Dispatch.of(drawn(1024, 4).float().topk(top_k).indices, 4, SilentGroup(1))
+    dispatch = Dispatch.of(drawn(1024, 4).float().topk(top_k).indices, drawn(1024, top_k), 4, SilentGroup(1))
     x, weights, cotangent = drawn(1024, 64), drawn(1024 * top_k), drawn(1024 * top_k, 64)
     out, _ = module.of_pairs(x.requires_grad_(), weights.requires_grad_(), dispatch)
     out.backward(cotangent)
@@ -197,7 +199,7 @@ def test_what_runs_beside_exchanges(how: str) -> None:
     part = ExpertMLP(64, 16, 4, 4, "mlp.")
     module = _Experts(part, 2, site, {"dtype": torch.bfloat16, "device": "meta"})
     tokens, weights = (torch.empty(256, n, dtype=torch.bfloat16, device="meta") for n in (64, 4))
-    dispatch = Dispatch.of(torch.empty(256, 4, dtype=torch.int64, device="meta"), 4, SilentGroup(2))
+    dispatch = Dispatch.of(torch.empty(256, 4, dtype=torch.int64, device="meta"), weights, 4, SilentGroup(2))
     with (
         mock.patch.object(RowExchange, "run", run),
         mock.patch.object(grouped, "outer_products", noting("product", grouped.outer_products)),

@@ -340,7 +340,7 @@ def test_experts(row: Row, counts: tuple[int, ...], one_kernel: bool, chunk: int
     rows, factors = (tensor.detach().to(dtype).requires_grad_() for tensor in (x, weights))
     loops = mock.patch.object(layer, "is_grouped", return_value=False)
     with contextlib.nullcontext() if one_kernel else loops:
-        out, _ = module.of_pairs(rows, factors, Dispatch.of(chosen[:, None], 4, SilentGroup(1)))
+        out, _ = module.of_pairs(rows, factors, Dispatch.of(chosen[:, None], factors[:, None], 4, SilentGroup(1)))
         out.backward(cotangent.to(dtype))
     parameters = dict(module.named_parameters())
     found = (out, rows.grad, factors.grad, *(parameters[name].grad for name in trained))
@@ -358,7 +358,7 @@ def test_frozen_experts_compute_no_gradients_of_weights_and_save_no_inputs(chunk
         for parameter in module.parameters():
             parameter.data.zero_()
         rows, weights = torch.randn(40, 24).requires_grad_(), torch.randn(40).requires_grad_()
-        dispatch = Dispatch.of(chosen, 4, SilentGroup(1))
+        dispatch = Dispatch.of(chosen, weights[:, None], 4, SilentGroup(1))
         with mock.patch.object(grouped, "outer_products", side_effect=grouped.outer_products) as outer:
             out, _ = module.of_pairs(rows * 1, weights * 1, dispatch)
             out.sum().backward()
@@ -492,7 +492,8 @@ def test_padding_stays_zero(kind: str) -> None:
     """That of ranks and of widths, whatever weight decay and moments do."""
     of_a, of_b = torch.arange(32) % 8 < 3, torch.arange(8) < 3
     rows_of_b, inner = torch.arange(4 * 48) % 24 < 20, torch.arange(24) < 20
-    dispatch = Dispatch.of(torch.arange(4).repeat(9)[:, None], 4, SilentGroup(1))
+    chosen = torch.arange(4).repeat(9)[:, None]
+    dispatch = Dispatch.of(chosen, torch.ones_like(chosen), 4, SilentGroup(1))
     if kind == "linear":
         module: Any = LowRank(SHAPES["interleaved"], lone_site())
         real = {"A": torch.arange(12) % 4 < 3, "B": torch.arange(4) < 3}
