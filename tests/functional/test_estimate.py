@@ -277,7 +277,9 @@ def test_an_estimate_is_what_a_step_takes(case: Case, folders: Folders) -> None:
     layouts = estimate.job.layouts
     stays = [each.stays for (name, at), each in estimate.parameters.items() if rank in layouts[name].stage(at).ranks]
     assert max(stays, default=0) <= live.most_gathered <= expected["workspace"]
-    assert expected["activations"] == pytest.approx(live.peak, rel=0.05)
+    # What the backward pass of one layer's experts saves again counts as workspace.
+    again = expected["workspace"] * any(module.recompute.experts for module in estimate.job.modules.values())
+    assert 0.95 * live.peak <= expected["activations"] + again and expected["activations"] <= 1.05 * live.peak
     assert estimate.host_activations[rank] == pytest.approx(on_host, rel=0.05)
     # A buffer for no rows takes a byte.
     assert -8 <= expected["boundary"] - sum(pool.peak for pool in pools) <= 0.03 * sum(expected.values())
