@@ -5,12 +5,13 @@ collectives one after the other. Tests run the same on a CPU in emulated symmetr
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.models.layers.linear import gathered_product, scattered_product
+from megatron_hetero.models.layers.linear import gathered_product, reserve_symmetric_memory, scattered_product
 
 SIZES = [(4, 8, 16), (1, 16, 8), (256, 2048, 64), (32, 64, 8)]
 """Rows of a rank, inner dim, columns. The memory of the third is larger, that of the last one not."""
@@ -46,9 +47,16 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    assert dist.group.WORLD is not None
+    groups: list[Any] = [dist.new_group(), dist.new_group()]
+    for group in groups:
+        reserve_symmetric_memory(group)
     for dtype in (torch.bfloat16, torch.float32):
-        check(dist.group.WORLD, device, dtype)
+        for group in (*groups, *groups):
+            # Beside sums over another group, in a stream of its own.
+            works: list[Any] = [dist.all_reduce(torch.ones(2**24, device=device), async_op=True) for _ in range(4)]
+            check(group, device, dtype)
+            for work in works:
+                work.wait()
     dist.destroy_process_group()
 
 
