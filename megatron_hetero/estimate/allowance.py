@@ -19,8 +19,7 @@ context         the CUDA context with the kernels in use, and workspaces of libr
                 loading, PyTorch's context has some 300 MB, and had over 1 GB where all kernels were loaded
                 (pytorch/pytorch issue 107667). Workspaces of cuBLAS and cublasLt are 32 MiB each for a stream on
                 Hopper (cuBLAS documentation, `cublasSetWorkspace`; pytorch/pytorch pull request 120925); runs with
-                `tp_overlap` use two streams. cuDNN,
-                Transformer Engine and NCCL load further kernels
+                `tp_overlap` use two streams. cuDNN, Transformer Engine and NCCL load further kernels
 communicators   NCCL's buffers, as above
 fragmentation   memory that the caching allocator reserves and cannot use, as a share of the tensors: `FRAGMENTATION`.
                 Without expandable segments: 15 % on average over eight LLMs on A100, and up to 33 % (GMLake, ASPLOS

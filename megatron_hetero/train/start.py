@@ -60,13 +60,13 @@ def build_modules(
             topology.platform.agree_to_compile(topology.files)
 
     def build() -> tuple[TrainedModule, ...]:
-        for name, module in job.modules.items():
-            if module.settings.tp_overlap and topology.platform.is_cuda and topology.has(name):
-                share_memory(name, topology.group(name, "tp"))
+        here = [module for name, module in job.modules.items() if topology.has(name)]
+        for module in here:
+            if module.settings.tp_overlap and topology.platform.is_cuda:
+                share_memory(module.name, topology.group(module.name, "tp"))
         topology.platform.leave_headroom()
         if job.config.model.compile == "layers":
             require_compiler(topology.platform.device)
-        here = [module for name, module in job.modules.items() if topology.has(name)]
         return tuple(view for module in here for view in build_module(module, topology, weights[module.name]))
 
     # If building fails on any rank, all ranks raise its error.

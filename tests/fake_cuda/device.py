@@ -183,10 +183,9 @@ class FakeGpu:
         if (most := self.usage.live + size) > self.usage.peak:
             self.usage.peak, self.usage.at_peak = most, self.phase
 
-    def shares(self, group: str, min_size: int) -> None:
-        """The symmetric memory of a group gets so many bytes, if it has less."""
-        if group not in self.symmetric or self.symmetric[group].nbytes < min_size:
-            self.symmetric[group] = torch.empty(min_size, dtype=torch.uint8, device=GPU)
+    def shares(self, group: str, size: int) -> None:
+        """A group gets symmetric memory of so many bytes."""
+        self.symmetric[group] = torch.empty(size, dtype=torch.uint8, device=GPU)
 
     def resizes(self, tensor: Tensor, size: int) -> None:
         """A memory gets another size, in bytes."""

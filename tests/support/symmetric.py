@@ -57,9 +57,6 @@ def emulated(memories: dict[str, Memory]) -> Iterator[None]:
     in `memories` by name of a group.
     """
 
-    def fits(x: Tensor, size: int) -> bool:
-        return 0 < 2 * size * x.itemsize <= linear.SYMMETRIC
-
     def workspace(name: str, min_size: int) -> Memory:
         if name not in memories or memories[name].size < min_size:
             group: Any = dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore[reportArgumentType]
@@ -77,7 +74,7 @@ def emulated(memories: dict[str, Memory]) -> Iterator[None]:
         mock.patch.object(torch.cuda, "current_stream", _Stream),
         mock.patch.object(torch.cpu, "current_stream", _Stream),  # Which takes the place of the other in trainers.
         mock.patch.object(torch.cuda, "_sleep"),
-        mock.patch.object(linear, "_fits", fits),
+        mock.patch.object(linear, "_has_symmetric_memory", return_value=True),
     ]
     with contextlib.ExitStack() as stack:
         stack.callback(library._destroy)

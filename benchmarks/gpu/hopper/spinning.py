@@ -21,6 +21,7 @@ TOKENS = 8208
 LINEARS = {"qkv": (3584, 1152), "out": (896, 3584), "gate and up": (3584, 9472), "down": (4736, 3584)}
 """Inputs and outputs of a layer's linear layers: 7B on tp:4."""
 RANKS = 4
+"""Into which the rows of a product are taken apart."""
 BLOCKS, SPIN_US = 16, 200
 """Of the kernel that spins: NCCL's CTAs, and about as long as a gather of a layer's inputs."""
 GATE, LATE = 2_000_000, 40_000

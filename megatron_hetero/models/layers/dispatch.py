@@ -54,17 +54,15 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Copies(NamedTuple):
     """The copies of each row, as index tensors (int64)."""
 
-    rows: Tensor
-    """Row of each copy, [copies]."""
     order: Tensor
     """Copies sorted by row, [copies]."""
     starts: Tensor
     """Position in `order` of each row's first copy, [rows]."""
 
     @classmethod
-    def of(cls, rows: Tensor, order: Tensor, counts: Tensor) -> Copies:
+    def of(cls, order: Tensor, counts: Tensor) -> Copies:
         """Return the `Copies` of rows, where `counts` [rows] is the number of copies of each row."""
-        return cls(rows, order, counts.cumsum(0) - counts)
+        return cls(order, counts.cumsum(0) - counts)
 
 
 class Move(NamedTuple):
@@ -87,7 +85,7 @@ class Move(NamedTuple):
             return x
         if not self.adds:
             return x.index_select(0, self.rows)
-        _, order, starts = self.copies()
+        order, starts = self.copies()
         if not len(x):
             return x.new_zeros(len(starts), x.shape[1])
         # `embedding_bag` adds in a fixed order and in fp32; `index_add_` on a GPU does neither.
@@ -247,14 +245,14 @@ class Dispatch:
     def rows(self) -> Copies:
         """The copies of tokens that are sent, sorted by rank."""
         assert self.tokens is not None and self.to_rank is not None, "experts are on several ranks"
-        return Copies.of(self.tokens, self.tokens.argsort(stable=True), self.to_rank.sum(1))
+        return Copies.of(self.tokens.argsort(stable=True), self.to_rank.sum(1))
 
     @cached_property
     def pairs(self) -> Copies:
         """The copies of received rows, sorted by expert."""
-        (rows, choice, ends), expert, self.expert = self._sorted(), self.expert, None
+        expert, self.expert = self.expert, None
         assert expert is not None, "as long as there are no pairs"
-        return Copies.of(rows, choice.argsort(), (expert < len(ends)).sum(1))
+        return Copies.of(self.choice.argsort(), (expert < len(self.ends)).sum(1))
 
     @property
     def to_rows(self) -> Move:

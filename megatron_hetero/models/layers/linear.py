@@ -311,7 +311,11 @@ def _fits(x: Tensor, size: int) -> bool:
     """Return whether activations of `size` elements of a rank are exchanged in symmetric memory, which all ranks of a
     tp group decide alike. A sum takes twice their size: one half is fetched while the other is computed.
     """
-    return x.is_cuda and 0 < 2 * size * x.itemsize <= SYMMETRIC
+    return _has_symmetric_memory(x) and 0 < 2 * size * x.itemsize <= SYMMETRIC
+
+
+def _has_symmetric_memory(x: Tensor) -> bool:
+    return x.is_cuda
 
 
 def reserve_symmetric_memory(group: dist.ProcessGroup) -> None:
