@@ -319,10 +319,11 @@ def fused(
             wait(copies[place - 2])
         run(product)
         send()
-    if n > 2:  # It is in the stream of every second one.
-        wait(copies[(n - 1) // 2 * 2 - 1])
+    last = copies[-2:]
+    if n > 2:  # The stream of the rank's own product has every second copy.
+        wait(last.pop(n % 2))
     run(product)
-    for copy in copies[-2:]:
+    for copy in last:
         wait(copy)
     run(barrier, Ask("memory", memory=float((n + 1) * result), bandwidth=NORMS))
     return found

@@ -19,7 +19,7 @@ from megatron_hetero.config.schema import load_config
 from megatron_hetero.estimate.estimate import KINDS, Estimate
 from megatron_hetero.groups.platform import Platform
 from megatron_hetero.groups.watchdog import Stopwatch, Watchdog
-from megatron_hetero.models.layers import rotary
+from megatron_hetero.models.layers import dispatch, rotary
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.step.buffers import BufferedGradients, BufferedWeights
 from megatron_hetero.train.trainer import Trainer
@@ -95,7 +95,8 @@ def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:
     """What one step of the case's rank asks of `gpu`, which is in use, and what the plan says that it takes; see
     `_report`.
     """
-    for value in vars(rotary).values():  # Tables that a case before has made in this process.
+    # Tables and numbers that a case before has made in this process.
+    for value in (*vars(rotary).values(), *vars(dispatch).values()):
         if hasattr(value, "cache_clear"):
             value.cache_clear()
     gpu.capability = case.capability
