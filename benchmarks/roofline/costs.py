@@ -226,15 +226,16 @@ class CountingGpu(FakeGpu):
 
     def ran_compiled(self, kernels: int, args: Any, out: Any, *, apart: bool) -> None:
         """Log kernels that read all arguments, `apart` a part of them, and write a part of the result each. SwiGLU is
-        one kernel in either direction (the record's table of kernels).
+        one kernel in either direction (the record's table of kernels). Norms are taken to be no faster than PyTorch's.
         """
         if not self.phase:
             return
         if kernel := next((name for name in DYNAMIC if name.replace(" ", "_") == self._compiled), ""):
             kernels = 1
+        bandwidth = NORMS if "normed" in self._compiled else MEMORY
         for _ in range(kernels):
             memory = _bytes(args) / (kernels if apart else 1) + _bytes(out) / kernels
-            self._add(Ask("memory", memory=memory, kernel=kernel))
+            self._add(Ask("memory", memory=memory, kernel=kernel, bandwidth=bandwidth))
 
     def waits_for(self, what: str) -> None:
         """The host waits for the device."""

@@ -33,6 +33,7 @@ from megatron_hetero.groups.platform import Platform
 from megatron_hetero.models import language
 from megatron_hetero.models.layers import dispatch, mlp, rotary, short_convolution
 from megatron_hetero.step.fused import update_
+from tests.support import head_passes
 
 GPU = torch.device("cuda", 0)
 NAME = "NVIDIA H100 80GB HBM3"
@@ -60,12 +61,14 @@ COMPILED = {
     rotary.turned_back: 1,
     rotary.heads_turned: 3,
     rotary.heads_turned_back: 3,
+    head_passes.heads_normed: 1,
+    head_passes.heads_normed_back: 3,
     short_convolution.activated: 1,
     short_convolution.gradients: 2,
     update_: 1,
 }
-"""Functions that are compiled on a GPU, and how many kernels each is then."""
-APART = (rotary.heads_turned, rotary.heads_turned_back)
+"""Functions that are compiled on a GPU, or have kernels there, and how many kernels each is then."""
+APART = (rotary.heads_turned, rotary.heads_turned_back, head_passes.heads_normed_back)
 """Those of which each kernel reads a part of its own."""
 
 
@@ -513,6 +516,11 @@ def _cuda_calls(gpu: FakeGpu) -> Iterator[None]:
         platform: {"_gpus_compile": lambda: True},
         # By Triton, in a kernel each.
         mlp: {"_triton_passes": lambda: tuple(map(gpu.compiled, (mlp.swiglu_forward, mlp.swiglu_backward)))},
+        rotary: {
+            "_kernels": lambda: types.SimpleNamespace(
+                forward=gpu.compiled(head_passes.forward), backward=gpu.compiled(head_passes.backward)
+            )
+        },
         Tensor: {"record_stream": lambda *_: None},
         # One copy, as of other tensors; theirs reads one element after the other.
         FakeTensor: {"tolist": lambda x: x.cpu().tolist()},

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from megatron_hetero.groups.megatron import AttnMaskType
 from megatron_hetero.hf.weight_map import Share, TensorShapes, WeightMap, columns, stack, whole
-from megatron_hetero.models.layers.compiled import NormWeights, gated, heads, run
+from megatron_hetero.models.layers.compiled import NormWeights, gated, run
 from megatron_hetero.models.layers.dropout import TokenIds
 from megatron_hetero.models.layers.kernels import HALF, Kernel, kernel_for
 from megatron_hetero.models.layers.low_rank import adapted
@@ -45,7 +45,7 @@ from megatron_hetero.models.layers.norms import Norm
 from megatron_hetero.models.layers.overlapped import ahead_of, gather_ahead
 from megatron_hetero.models.layers.parts import AttentionPart, Operations, Site, Tokens, kinds, named
 from megatron_hetero.models.layers.recompute import not_saving, recompute
-from megatron_hetero.models.layers.rotary import rotate, rotated_heads, split_heads, unbound
+from megatron_hetero.models.layers.rotary import in_one_pass, rotate, rotated_heads, split_heads
 from megatron_hetero.models.layers.segments import (
     PackedSegments,
     gather_keys,
@@ -309,6 +309,7 @@ class PackedSelfAttention(TokenMixer):
         rows = queries + 2 * keys + kv_heads * self.gates
         self.linear_proj: Any = site.row_linear(queries, part.hidden, bias=part.out_bias, leaves_bias=True, name="proj")
         self.linear_qkv: Any = site.column_linear(part.hidden, rows, bias=part.qkv_bias, name="qkv")
+        self.rms_heads = part.head_norm is not None and part.head_norm.rms
         # Each tp rank normalises only local heads, so gradients are summed over tp even if activations are not split.
         self.q_layernorm, self.k_layernorm = (
             None if part.head_norm is None else site.mark(part.head_norm.build(site, number), split=site.tp > 1)
@@ -324,13 +325,16 @@ class PackedSelfAttention(TokenMixer):
         heads, gate = projected.view(*projected.shape[:-1], self.groups_on_rank, -1), None
         if self.gates:
             heads, gate = heads.split((heads.shape[-1] - self.gates, self.gates), dim=-1)
-            gate = gate.flatten(-2).contiguous()  # A view would keep the whole projection alive.
+            if not self._norms_in_one_pass(heads, table_2nD):
+                gate = gate.contiguous()  # A view would keep the whole projection alive.
         return self._attention(heads, table_2nD, params), gate
 
     def _padded(self, out: Tensor, gate: Tensor | None, padding: int) -> Tensor:
         """Gate and pad the result of attention; see `TokenMixer._padded`."""
-        # With padding or a gate, the input of the output projection is a copy of what attention saves.
+        # With padding or a gate, the input of the output projection is a copy of what attention saves. A gate that is a
+        # view belongs to a projection that is saved for norms.
         again = self.selective and (padding > 0 or gate is not None)
+        again = again or (gate is not None and not gate.is_contiguous())
         inputs = (out,) if gate is None else (out, gate)
         return _computed(partial(self._output, padding), *inputs, again=again)
 
@@ -340,7 +344,8 @@ class PackedSelfAttention(TokenMixer):
         out = out.unsqueeze(1)
         if gate is None:
             return out
-        return run(gated, out, gate) if self.compiled else out * gate.sigmoid()
+        out = out.view(gate.shape)
+        return (run(gated, out, gate) if self.compiled else out * gate.sigmoid()).flatten(-2)
 
     def _attention(self, mixed: Tensor, table_2nD: Tensor, params: AttentionParams) -> Tensor:
         """Compute attention [n, H * D] from a projection [S, 1, G, heads of a group * D]."""
@@ -357,16 +362,18 @@ class PackedSelfAttention(TokenMixer):
         [n, H, D], or [n, members, heads of a member, D] for an exchange of heads.
         """
         dim, q_norm, k_norm = self.head_dim, self.q_layernorm, self.k_layernorm
-        if q_norm is None and not self.compiled:
-            return rotated_heads(mixed, table_2nD, dim, members=self._members(mixed.shape[-2]))
-        if self.compiled:
-            norms = [None if norm is None else NormWeights.of(norm) for norm in (q_norm, k_norm)]
-            return run(heads, mixed, *unbound(table_2nD), dim, *norms)
+        if q_norm is None or self._norms_in_one_pass(mixed, table_2nD):
+            norms = [NormWeights.of(norm) for norm in (q_norm, k_norm) if norm is not None]
+            return rotated_heads(mixed, table_2nD, dim, members=self._members(mixed.shape[-2]), norms=norms)
         assert q_norm is not None and k_norm is not None, "families norm both or neither"
         q, k, v = (x.flatten(1, 2) for x in split_heads(mixed, table_2nD.shape[1], dim))
         q, k = (rotate(norm(x.contiguous()), table_2nD) for norm, x in ((q_norm, q), (k_norm, k)))
         # A view of the values would keep the whole projection alive until the backward pass.
         return q, k, v if self.exchanges else v.contiguous()
+
+    def _norms_in_one_pass(self, mixed: Tensor, table_2nD: Tensor) -> bool:
+        """Return whether heads are normed and rotated in one pass, which saves the projection `mixed`."""
+        return self.rms_heads and in_one_pass(mixed, table_2nD)
 
     def _members(self, groups: int) -> int:
         """Return the number of ranks over which heads are scattered; 1 for windows or if heads must be repeated."""

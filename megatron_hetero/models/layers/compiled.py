@@ -93,27 +93,8 @@ def activated(wide: Tensor, activation: Activation, has_gate: bool) -> Tensor:
 
 
 def gated(out: Tensor, gate: Tensor) -> Tensor:
-    """Multiply the output of attention [S, H * D] by the sigmoid of its gate."""
+    """Multiply the output of attention [S, ...] by the sigmoid of its gate, which has the same shape."""
     return (out.float() * gate.float().sigmoid()).to(out.dtype)
-
-
-def heads(
-    mixed: Tensor,
-    cosines_nD: Tensor,
-    sines_nD: Tensor,
-    dim: int,
-    q_norm: NormWeights | None,
-    k_norm: NormWeights | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values like `rotary.rotated_heads`, with queries and keys normed head by head."""
-    tokens, groups, width = len(cosines_nD), mixed.shape[-2], mixed.shape[-1] // dim
-    q, k, v = mixed[:tokens].view(tokens, groups, width, dim).split((width - 2, 1, 1), dim=2)
-    if q_norm is not None and k_norm is not None:
-        q, k = normed(q, *q_norm), normed(k, *k_norm)
-    q, k = (turned(x, cosines_nD, sines_nD) for x in (q, k))
-    # A view would keep the whole projection alive until the backward pass.
-    v = v.clone(memory_format=torch.contiguous_format)
-    return q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2)
 
 
 def turned(x: Tensor, cosines_nD: Tensor, sines_nD: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hetero.groups.platform import Function, compiles_for, on_device
-from megatron_hetero.models.layers.compiled import run, turned, turned_back
+from megatron_hetero.models.layers.compiled import NormWeights, run, turned, turned_back
 
 
 class Rotary(Protocol):
@@ -89,7 +89,9 @@ def rotate(x_nHD: Tensor, table_2nD: Tensor) -> Tensor:
     return _Rotate.apply(x_nHD, table_2nD)  # pyright: ignore[reportReturnType]
 
 
-def rotated_heads(mixed: Tensor, table_2nD: Tensor, dim: int, *, members: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+def rotated_heads(
+    mixed: Tensor, table_2nD: Tensor, dim: int, *, members: int = 1, norms: Sequence[NormWeights] = ()
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return rotated queries, rotated keys, and values, each [n, H, D].
 
     Args:
@@ -98,8 +100,11 @@ def rotated_heads(mixed: Tensor, table_2nD: Tensor, dim: int, *, members: int = 
         dim: D.
         members: size of the group that exchanges heads for tokens. If it is larger than 1, the results are
             [n, members, H / members, D]: in this shape the exchange returns gradients as views.
+        norms: root-mean-square norms of the heads of queries and of keys before they are rotated, if any. Only
+            possible `in_one_pass`; saves the projection.
     """
-    return _RotatedHeads.apply(mixed, table_2nD, dim, members)  # pyright: ignore[reportReturnType]
+    weights = (norm.weight for norm in norms)
+    return _RotatedHeads.apply(mixed, table_2nD, dim, members, norms, *weights)  # pyright: ignore[reportReturnType]
 
 
 def split_heads(mixed: Tensor, tokens: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,7 +175,7 @@ def _stored_views(table_2nD: Any) -> dict[Any, Any]:
     return table_2nD.stored_views
 
 
-def _in_one_pass(x: Tensor, table_2nD: Tensor) -> bool:
+def in_one_pass(x: Tensor, table_2nD: Tensor) -> bool:
     """Return whether to use compiled functions, which are not worthwhile for fewer than two tokens."""
     return compiles_for(x) and table_2nD.shape[1] > 1
 
@@ -187,7 +192,7 @@ class _Rotate(Function):
 
 
 def _rotated(x: Tensor, table_2nD: Tensor, *, back: bool) -> Tensor:
-    if _in_one_pass(x, table_2nD):
+    if in_one_pass(x, table_2nD):
         return run(turned_back if back else turned, x, *unbound(table_2nD))
     out = torch.empty_like(x)
     _turn(x, _Table.of(table_2nD, x.dim()), out, back=back)
@@ -198,10 +203,14 @@ class _RotatedHeads(Function):
     """Autograd function of `rotated_heads`. No output is a view of the projection, which would stay in memory."""
 
     @staticmethod
-    def forward(ctx: Any, mixed: Tensor, table_2nD: Tensor, dim: int, members: int) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(table_2nD)
-        ctx.shape, ctx.dim = mixed.shape, dim
-        if _in_one_pass(mixed, table_2nD):
+    def forward(
+        ctx: Any, mixed: Tensor, table_2nD: Tensor, dim: int, members: int, norms: Sequence[Any], *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(table_2nD, *((mixed, *weights) if norms else ()))
+        ctx.shape, ctx.dim, ctx.norms = mixed.shape, dim, norms
+        if norms and not mixed.is_meta:
+            out = _kernels().forward(mixed, *unbound(table_2nD), dim, *norms)
+        elif in_one_pass(mixed, table_2nD):
             out = run(heads_turned, mixed, *unbound(table_2nD), dim)
         else:
             out = _heads_turned_in_passes(mixed, table_2nD, dim)
@@ -209,10 +218,22 @@ class _RotatedHeads(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (table_2nD,) = ctx.saved_tensors
-        one_pass = _in_one_pass(grads[0], table_2nD)
-        back = _heads_turned_back if one_pass else _heads_turned_back_in_passes
-        return back(ctx, table_2nD, grads), None, None, None
+        table_2nD, *saved = ctx.saved_tensors
+        of_weights = saved[1:]  # On `meta` all that counts is shapes, and norms do not change any.
+        if saved and not saved[0].is_meta:
+            norms = (norm._replace(weight=weight) for norm, weight in zip(ctx.norms, saved[1:], strict=True))
+            out, *of_weights = _kernels().backward(*grads, saved[0], *unbound(table_2nD), ctx.dim, *norms)
+            out = out.view(ctx.shape)
+        else:
+            one_pass = in_one_pass(grads[0], table_2nD)
+            out = (_heads_turned_back if one_pass else _heads_turned_back_in_passes)(ctx, table_2nD, grads)
+        return out, None, None, None, None, *of_weights
+
+
+def _kernels() -> Any:
+    from megatron_hetero.models.layers import head_kernels  # Triton comes with PyTorch for GPUs.
+
+    return head_kernels
 
 
 def _heads_turned_in_passes(mixed: Tensor, table_2nD: Tensor, dim: int) -> tuple[Tensor, ...]:

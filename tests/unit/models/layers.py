@@ -9,6 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_hetero.groups.megatron import prepare
+from megatron_hetero.groups.platform import CPU, Platform
+
+prepare(Platform(CPU, "gloo"))
+
 
 def with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
     """The result, and the gradients of the inputs for one of it that is the same each time."""

@@ -23,7 +23,6 @@ from megatron_hetero.models.layers import compiled, dropout
 from megatron_hetero.models.layers.compiled import NormWeights, require_compiler
 from megatron_hetero.models.layers.mlp import gelu_tanh, swiglu
 from megatron_hetero.models.layers.norms import LayerNorm, RMSNorm
-from megatron_hetero.models.layers.rotary import rotate, rotated_heads, split_heads
 from tests.unit.models.hopper import built, graphs, kernels, needs_triton, triton_function
 from tests.unit.models.layers import norm_of, with_gradients
 
@@ -45,25 +44,6 @@ def test_norms_and_residuals(kind: Any, offset: int) -> None:
         return torch.cat((residual + part + norm.weight, norm(residual + part + norm.weight)))
 
     alike(added_and_normed, one_by_one, *inputs)
-
-
-@pytest.mark.parametrize("tokens", [0, 7, 9])
-@pytest.mark.parametrize("normed, width", [(False, 8), (True, 8), (False, 4), (True, 4)])
-def test_heads(tokens: int, normed: bool, width: int) -> None:
-    dim, norms = 8, [norm_of(RMSNorm, 8, torch.float32, offset) for offset in (0, 1)]
-    mixed, table = torch.randn(9, 1, 2, 5 * dim), torch.randn(2, tokens, width)
-
-    def heads(mixed: Tensor) -> Tensor:
-        q_norm, k_norm = (NormWeights.of(norm) if normed else None for norm in norms)
-        return torch.cat(compiled.heads(mixed, table[0], table[1], dim, q_norm, k_norm), dim=1)
-
-    def one_by_one(mixed: Tensor) -> Tensor:
-        if not normed:
-            return torch.cat(rotated_heads(mixed, table, dim), dim=1)
-        q, k, v = (x.flatten(1, 2) for x in split_heads(mixed, tokens, dim))
-        return torch.cat([*(rotate(norm(x), table) for norm, x in zip(norms, (q, k), strict=True)), v], dim=1)
-
-    alike(heads, one_by_one, mixed)
 
 
 def test_gates() -> None:

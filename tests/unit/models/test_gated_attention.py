@@ -36,7 +36,7 @@ from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.modules import resolve
 from megatron_hetero.layout.pipeline import cut_stages
 from megatron_hetero.models.families.qwen3_vl.shapes import TextShape, VisionShape
-from megatron_hetero.models.layers import attention, layer
+from megatron_hetero.models.layers import attention, layer, rotary
 from megatron_hetero.models.layers.attention import SelfAttention
 from megatron_hetero.models.layers.backend import TORCH
 from megatron_hetero.models.layers.kernels import torch_flash
@@ -166,7 +166,7 @@ def test_four_ranks_with_copies_of_keys(layout: str, kv_heads: int) -> None:
 @on_ranks(2)
 def test_as_the_compiler_gets_it() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for file in (attention, layer):
+        for file in (attention, layer, rotary):
             patch.setattr(file, "run", lambda function, *inputs: function(*inputs))
         for layout in ("tp:2", "sp:2", "cp:2"):
             compare(layout, 2, compile_layers=True)
@@ -264,7 +264,7 @@ def test_plans_measure_the_kernel_for_the_head_of_a_layer(head_dim: int, flash: 
         assert (built.layers[0].self_attention.core_attention.kernel is torch_flash) == flash
     shard = SequenceShard(512, 512, 1, (512,), (512,), AttentionSegments((512,), (512,)))
     plain, gated = (measured.measure(alone, measured.Submodule("layer", number), shard).saved for number in (0, 1))
-    assert gated - plain == 2 * 512 * 4 * head_dim * 2, "the sigmoid of the gate, and what it multiplies"
+    assert gated - plain == 512 * 4 * head_dim * 2, "the gate: the rest is computed again"
 
 
 def test_stages_are_cut_by_costs_of_layers() -> None:

@@ -12,17 +12,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRMSNorm, rotate_half
 
-from megatron_hetero.groups.megatron import prepare
-from megatron_hetero.groups.platform import CPU, Platform
 from megatron_hetero.models.layers import mlp, rotary
+from megatron_hetero.models.layers.compiled import NormWeights
 from megatron_hetero.models.layers.linear import gradient_of_weight
 from megatron_hetero.models.layers.mlp import swiglu
 from megatron_hetero.models.layers.norms import LayerNorm, RMSNorm
-from megatron_hetero.models.layers.rotary import rotate, rotated_heads
+from megatron_hetero.models.layers.rotary import rotate, rotated_heads, split_heads
 from megatron_hetero.models.layers.sequences import Order
+from tests.support import head_passes
 from tests.unit.models.layers import norm_of, with_gradients
 
-prepare(Platform(CPU, "gloo"))
 HALF_ULP = 2**-8
 """Of bfloat16, relative."""
 
@@ -99,6 +98,40 @@ def test_heads_are_rotated_in_one_pass_as_in_several(padding: int, groups: int, 
     back = rotary.heads_turned_back(grads[0], grads[1], grads[2], table[0], table[1], table.new_empty(rows, 0))
     torch.testing.assert_close([*made, back.view(mixed.shape)], [*outs, mixed.grad])
     assert all(out.is_contiguous() for out in made), "as kernels of attention want them"
+
+
+@pytest.fixture
+def of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads are computed in one pass, without a compiler, and normed without Triton."""
+    monkeypatch.setattr(rotary, "in_one_pass", lambda x, table: table.shape[1] > 1)
+    monkeypatch.setattr(rotary, "run", lambda function, *inputs: function(*inputs))
+    monkeypatch.setattr(rotary, "_kernels", lambda: head_passes)
+
+
+@pytest.mark.parametrize("members", [1, 2])
+@pytest.mark.parametrize("width, tokens", [(8, 9), (4, 9), (8, 7)])
+@pytest.mark.usefixtures("of_gpus")
+def test_normed_heads(tokens: int, width: int, members: int) -> None:
+    """As norms and rotations one after the other, with the gradients of the projection and of the weights."""
+    dim, norms = 8, [norm_of(RMSNorm, 8, torch.float32, offset) for offset in (0, 1)]
+    mixed, table = torch.randn(9, 1, 2, 5 * dim), torch.randn(2, tokens, width)
+
+    def in_one_pass(mixed: Tensor) -> Tensor:
+        weights = [NormWeights.of(norm) for norm in norms]
+        outs = rotated_heads(mixed, table, dim, members=members, norms=weights)
+        assert all(out.shape[:2] == (tokens, members) for out in outs) or members == 1
+        return torch.cat([x.flatten(1, -2) for x in outs], dim=1)
+
+    def one_by_one(mixed: Tensor) -> Tensor:
+        q, k, v = (x.flatten(1, 2) for x in split_heads(mixed, tokens, dim))
+        return torch.cat([*(rotate(norm(x), table) for norm, x in zip(norms, (q, k), strict=True)), v], dim=1)
+
+    found = list[Any]()
+    for function in (in_one_pass, one_by_one):
+        found.append([with_gradients(function, mixed), [norm.weight.grad for norm in norms]])
+        for norm in norms:
+            norm.weight.grad = None
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
 def test_orders_go_backward_as_their_adjoints() -> None:
