@@ -27,14 +27,14 @@ def normed_and_rotated(mixed: Tensor, table_2nD: Any, dim: int, *norms: NormWeig
 
 
 def heads_normed(mixed: Tensor, cosines: Tensor, sines: Tensor, dim: int, *norms: NormWeights) -> tuple[Tensor, ...]:
-    """See above."""
-    return normed_and_rotated(mixed, (cosines, sines), dim, *norms)
+    """Queries and keys."""
+    return normed_and_rotated(mixed, (cosines, sines), dim, *norms)[:2]
 
 
 def heads_normed_back(
     grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, mixed: Tensor, cosines: Tensor, sines: Tensor, dim: int, *norms: Any
 ) -> tuple[Tensor, ...]:
-    """See above."""
+    """The gradients of the projection and of the weights."""
     leaves = [x.detach().requires_grad_() for x in (mixed, *(norm.weight for norm in norms))]
     with torch.enable_grad():
         of_leaves = [norm._replace(weight=leaf) for norm, leaf in zip(norms, leaves[1:], strict=True)]

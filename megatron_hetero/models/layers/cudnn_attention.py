@@ -110,8 +110,8 @@ def attend(
 
 
 class _Attention(Function):
-    """Autograd function of all calls, whose tokens are `lengths`. As in other kernels, saved tensors are its inputs and
-    output, which hooks know, without padding.
+    """Autograd function of all calls, whose tokens are `lengths`. As in other kernels, saved tensors have the storages
+    of its inputs and output, which hooks know. The output of one dense call keeps its padding, instead of being copied.
     """
 
     @staticmethod
@@ -121,23 +121,25 @@ class _Attention(Function):
     ) -> Tensor:  # fmt: skip
         ctx.calls, ctx.lengths, ctx.operator = calls, lengths, operators[1]
         outs, stored = list[Tensor](), list[Tensor]()
+        keeps = len(calls) == 1 and calls[0].form == "dense"
         for call, *one in zip(calls, *(x.split(lengths) for x in (q, k, v)), strict=True):
             # No bias, logsumexps, no dropout, a causal mask, no debug mask.
             sizes, options = (None, offsets, offsets, call.longest, call.longest), (True, 0.0, True, False)
             padded = (_padded(x, call) for x in one)
             out, lse, *_, seed, offset, _ = operators[0](*padded, *sizes, *options, scale=q.shape[2] ** -0.5)
-            outs.append(_cropped(out, call, len(one[0])))
+            outs.append(_cropped(out, call, call.tokens if keeps else len(one[0])))
             stored += [lse, seed, offset]
-        # A view would keep padding alive.
-        out = torch.cat(outs) if len(outs) > 1 or calls[0].tokens > len(q) else outs[0]
+        # A view of a ragged call's output would keep more padding alive.
+        out = torch.cat(outs) if len(outs) > 1 or (not keeps and calls[0].tokens > len(q)) else outs[0]
         ctx.save_for_backward(q, k, v, out, offsets, *stored)
-        return out
+        return out[: len(q)]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, offsets, *stored = ctx.saved_tensors
         parts: list[list[Tensor]] = [[], [], []]
-        by_call = zip(ctx.calls, *(x.split(ctx.lengths) for x in (grad, q, k, v, out)), strict=True)
+        outs = (out,) if len(ctx.calls) == 1 else out.split(ctx.lengths)
+        by_call = zip(ctx.calls, *(x.split(ctx.lengths) for x in (grad, q, k, v)), outs, strict=True)
         for number, (call, *one) in enumerate(by_call):
             sizes, options = (None, offsets, offsets, call.longest, call.longest), (0.0, True)
             padded, of_call = (_padded(x, call) for x in one), stored[3 * number : 3 * number + 3]
@@ -156,5 +158,5 @@ def _padded(x_nHD: Tensor, call: Call) -> Tensor:
 
 
 def _cropped(x: Tensor, call: Call, tokens: int) -> Tensor:
-    """Return [n, H, D] without padding, whose rows a ragged call leaves uninitialised."""
+    """Return the first `tokens` rows, [n, H, D]. Padding of ragged calls is uninitialised."""
     return (x if call.form == "ragged" else x.squeeze(0).transpose(0, 1))[:tokens]

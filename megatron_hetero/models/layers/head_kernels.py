@@ -1,9 +1,7 @@
 """Norms and rotary embedding of heads on GPUs, in one Triton kernel each way, which computes in fp32.
 
 A tile is a group of a token: QUERIES query heads, a key and a value of DIM elements, of which WIDTH are rotated. HEADS
-and BLOCK are the next powers of two.
-
-Import this module only where `platform.compiles_for` holds, which requires Triton.
+and BLOCK are the next powers of two. Import this module only where `platform.compiles_for` holds: it requires Triton.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -35,24 +33,23 @@ def _sines(sines, token, at, WIDTH: tl.constexpr):
 
 @triton.jit
 def heads_forward(
-    mixed, cosines, sines, q_weight, k_weight, row_stride, group_stride, eps, offset, q, k, v,
+    mixed, cosines, sines, q_weight, k_weight, row_stride, group_stride, eps, offset, q, k,
     QUERIES: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write a group of `q` [n, G * QUERIES, DIM], `k` and `v` [n, G, DIM]."""
+    """Write a group of `q` [n, G * QUERIES, DIM] and of `k` [n, G, DIM]."""
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, at = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
     other = tl.where(at < WIDTH, (at + WIDTH // 2) % WIDTH, at)
-    inside, heads = (head < QUERIES + 2) & (at < DIM), mixed + token * row_stride + group * group_stride + head * DIM
+    inside, heads = (head <= QUERIES) & (at < DIM), mixed + token * row_stride + group * group_stride + head * DIM
     x = tl.load(heads + at, mask=inside, other=0).to(tl.float32)
     y = tl.load(heads + other, mask=inside, other=0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / DIM + eps)
     cosine = tl.load(cosines + token * WIDTH + at, mask=at < WIDTH, other=1)
     turned = x * _gains(q_weight, k_weight, offset, head, at, QUERIES, DIM) * cosine
     turned += y * _gains(q_weight, k_weight, offset, head, other, QUERIES, DIM) * _sines(sines, token, at, WIDTH)
-    out, row = tl.where(head <= QUERIES, turned * scale, x).to(q.dtype.element_ty), token * tl.num_programs(1) + group
+    out, row = (turned * scale).to(q.dtype.element_ty), token * tl.num_programs(1) + group
     tl.store(q + (row * QUERIES + head) * DIM + at, out, mask=inside & (head < QUERIES))
     tl.store(k + row * DIM + at + 0 * head, out, mask=inside & (head == QUERIES))
-    tl.store(v + row * DIM + at + 0 * head, out, mask=inside & (head == QUERIES + 1))
 
 
 @triton.jit
@@ -93,37 +90,33 @@ def heads_backward(
 
 
 def forward(mixed: Tensor, *of_heads: Any) -> tuple[Tensor, ...]:
-    """Return queries, keys and values like `rotary.rotated_heads`. `of_heads`: see `_shared`."""
-    inputs, sizes = _shared(mixed, *of_heads)
-    tokens, groups, dim = len(inputs[1]), mixed.shape[-2], sizes["DIM"]
-    outs = tuple(mixed.new_empty(tokens, groups * heads, dim) for heads in (sizes["QUERIES"], 1, 1))
+    """Return queries and keys like `rotary.rotated_heads`. `of_heads`: see `arguments`."""
+    inputs, sizes = arguments(mixed, *of_heads)
+    tokens, groups = len(inputs[1]), mixed.shape[-2]
+    outs = tuple(mixed.new_empty(tokens, groups * heads, sizes["DIM"]) for heads in (sizes["QUERIES"], 1))
     heads_forward[(tokens, groups)](*inputs, *outs, **sizes)
     return outs
 
 
 def backward(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, mixed: Tensor, *of_heads: Any) -> tuple[Tensor, ...]:
     """Return the gradients of `mixed`, [S, G, heads of a group, D], and of both weights; see `forward`."""
-    inputs, sizes = _shared(mixed, *of_heads)
-    tokens, groups, dim = len(grad_v), mixed.shape[-2], sizes["DIM"]
-    grad, rows = mixed.new_empty(len(mixed), groups, sizes["QUERIES"] + 2, dim), tokens * groups
-    grad[tokens:].zero_()
+    inputs, sizes = arguments(mixed, *of_heads)
+    groups, dim, rows = mixed.shape[-2], sizes["DIM"], len(grad_v) * mixed.shape[-2]
+    grad = mixed.new_empty(len(mixed), groups, sizes["QUERIES"] + 2, dim)
+    grad[len(grad_v) :].zero_()
     sums = inputs[1].new_empty(min(WARPS // sizes["num_warps"], rows), 2, dim)
     grads = (x.contiguous() for x in (grad_q, grad_k, grad_v))
     heads_backward[(len(sums),)](*inputs, *grads, grad, sums, rows, groups, **sizes)
     return grad, *sums.sum(dim=0).to(inputs[3].dtype).unbind()
 
 
-def _shared(
+def arguments(
     mixed: Tensor, cosines: Tensor, sines: Tensor, dim: int, q_norm: NormWeights, k_norm: NormWeights
 ) -> tuple[tuple[Any, ...], dict[str, int]]:
-    """Return arguments that both kernels have."""
+    """Return the first arguments of both kernels, their constants, and how many warps run a program."""
     weights, strides = (q_norm.weight, k_norm.weight), (mixed.stride(0), mixed.stride(-2))
-    sizes = sizes_of(mixed.shape[-1] // dim - 2, dim, cosines.shape[1])
-    return (mixed, cosines, sines, *weights, *strides, q_norm.eps, q_norm.offset), sizes
-
-
-def sizes_of(queries: int, dim: int, width: int) -> dict[str, int]:
-    """Return the constants of both kernels, and their warps."""
+    queries, width = mixed.shape[-1] // dim - 2, cosines.shape[1]
     heads, block = triton.next_power_of_2(queries + 2), triton.next_power_of_2(dim)
     sizes = {"QUERIES": queries, "DIM": dim, "WIDTH": width, "HEADS": heads, "BLOCK": block}
-    return sizes | {"num_warps": min(16, max(1, heads * block // 512))}
+    sizes["num_warps"] = min(16, max(1, heads * block // 512))
+    return (mixed, cosines, sines, *weights, *strides, q_norm.eps, q_norm.offset), sizes

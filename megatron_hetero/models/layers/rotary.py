@@ -101,7 +101,7 @@ def rotated_heads(
         members: size of the group that exchanges heads for tokens. If it is larger than 1, the results are
             [n, members, H / members, D]: in this shape the exchange returns gradients as views.
         norms: root-mean-square norms of the heads of queries and of keys before they are rotated, if any. Only
-            possible `in_one_pass`; saves the projection.
+            possible `in_one_pass`. The projection is saved, and values are a view of it.
     """
     weights = (norm.weight for norm in norms)
     return _RotatedHeads.apply(mixed, table_2nD, dim, members, norms, *weights)  # pyright: ignore[reportReturnType]
@@ -200,7 +200,7 @@ def _rotated(x: Tensor, table_2nD: Tensor, *, back: bool) -> Tensor:
 
 
 class _RotatedHeads(Function):
-    """Autograd function of `rotated_heads`. No output is a view of the projection, which would stay in memory."""
+    """Autograd function of `rotated_heads`. Outputs are views of the projection only where it is saved for norms."""
 
     @staticmethod
     def forward(
@@ -214,6 +214,8 @@ class _RotatedHeads(Function):
             out = run(heads_turned, mixed, *unbound(table_2nD), dim)
         else:
             out = _heads_turned_in_passes(mixed, table_2nD, dim)
+        if norms:
+            out = *out[:2], split_heads(mixed, table_2nD.shape[1], dim)[2].flatten(1, 2)
         return out if members == 1 else tuple(x.unflatten(1, (members, -1)) for x in out)
 
     @staticmethod

@@ -300,12 +300,16 @@ def test_cudnn_equals_the_buckets(
     compare(by_cudnn(form), segments, heads, dim, True, device=device, dtype=dtype)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_cudnn_saves_what_has_no_padding(form: Form) -> None:
-    """Also where the forward pass is repeated; without gradients nothing is saved."""
+@pytest.mark.parametrize(
+    "form, lengths, rows", [("ragged", [201, 57], 258), ("dense", [201, 57], 258), ("dense", [258], 384)]
+)
+def test_cudnn_saves_inputs_and_output(form: Form, lengths: list[int], rows: int) -> None:
+    """Without padding, but for the output of one dense call, which is not copied. Also where the forward pass is
+    repeated; without gradients nothing is saved.
+    """
     inputs = [torch.randn(258, heads, 16).requires_grad_() for heads in (4, 2, 2)]
     q, k, v = inputs
-    segments, saved = PackedSegments.of([201, 57], CPU), list[Tensor]()
+    segments, saved = PackedSegments.of(lengths, CPU), list[Tensor]()
 
     def kernel(*given: Tensor) -> Tensor:
         return by_cudnn(form, OPERATORS)(*given, segments, causal=True)  # pyright: ignore[reportCallIssue]
@@ -313,9 +317,9 @@ def test_cudnn_saves_what_has_no_padding(form: Form) -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         out = kernel(*inputs)
     shapes = [x.shape for x in saved if x.dim() == 3 and x.shape[2] == 16]
-    assert sorted(shapes) == sorted((258, heads, 16) for heads in (4, 2, 2, 4))
+    assert sorted(shapes) == sorted([*((258, heads, 16) for heads in (4, 2, 2)), (rows, 4, 16)])
     storages = {x.untyped_storage().data_ptr() for x in saved}
-    assert {x.untyped_storage().data_ptr() for x in inputs} <= storages
+    assert {x.untyped_storage().data_ptr() for x in (*inputs, out)} <= storages
     gradients = torch.autograd.grad(out.sum(), inputs)
     again: Any = checkpoint(kernel, q, k, v, use_reentrant=False)
     torch.testing.assert_close(torch.autograd.grad(again.sum(), inputs), gradients)
