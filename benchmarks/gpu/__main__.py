@@ -14,6 +14,7 @@ With `--sections hopper`, together with `environment` and both shares, or with `
   attention     every attention kernel at a share's sizes: rate, error, time of a new plan
   spinning      the products of a layer beside a kernel that holds 16 multiprocessors, in both orders, and by ranks
   swiglu        SwiGLU eager, compiled, and the package's
+  heads         norms and rotation of heads one after the other, and the package's
   graph         both passes of an encoder's 32 layers as a CUDA graph
   experts       experts without rows, with one, and idle ones; steps of a small model against `transformers`
   share-7b-before, share-32b-before

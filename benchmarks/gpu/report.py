@@ -216,7 +216,7 @@ def _attention(row: Numbers) -> str:
     )
 
 
-def _swiglu(row: Numbers) -> str:
+def _variant(row: Numbers) -> str:
     rates = " | ".join(f"{row[f'{way} ms']:.3f}, {row[f'{way} GB/s']:.0f}" for way in ("forward", "backward"))
     return f"{row['size']} | {row['variant']} | {rates} | {row['error forward']:.1e} | {row['error backward']:.1e}"
 
@@ -272,10 +272,13 @@ _TABLES: Mapping[str, Callable[[Numbers], Iterable[str]]] = {
         "then it waits, ms",
         _spinning,
     ),
-    "hopper.swiglu": _rows(
-        "variants",
-        "size | variant | forward, ms, GB/s | backward, ms, GB/s | error forward | error backward",
-        _swiglu,
+    **dict.fromkeys(
+        ("hopper.swiglu", "hopper.heads"),
+        _rows(
+            "variants",
+            "size | variant | forward, ms, GB/s | backward, ms, GB/s | error forward | error backward",
+            _variant,
+        ),
     ),
     "hopper.graph": _graph,
     "hopper.experts": _experts,

@@ -43,6 +43,7 @@ SECTIONS: Mapping[str, Section] = {
     "attention": Section("Attention kernels", "hopper.attention", 100),
     "spinning": Section("Products beside a kernel that holds multiprocessors", "hopper.spinning", 60),
     "swiglu": Section("SwiGLU", "hopper.swiglu", 80),
+    "heads": Section("Norms and rotation of heads", "hopper.heads", 60),
     "graph": Section("An encoder's layers as a CUDA graph", "hopper.graph", 90),
     "experts": Section("Experts", "hopper.experts", 120, exact=True),
     "share-7b-before": Section("7B's share without kernels for Hopper", "share", 100, ("7B", "before")),
@@ -52,7 +53,7 @@ SETS: Mapping[str, tuple[str, ...]] = {
     "all": tuple(SECTIONS),
     "default": ("environment", "correctness", "sharing", "program", "video", "share-7b", "share-32b"),
     "hopper": (
-        "environment", "attention", "spinning", "swiglu", "graph", "experts",
+        "environment", "attention", "spinning", "swiglu", "heads", "graph", "experts",
         "share-7b", "share-32b", "share-7b-before", "share-32b-before",
     ),
 }  # fmt: skip

@@ -144,6 +144,7 @@ def test_what_hopper_is_asked(hopper: dict[str, Any]) -> None:
     assert sum("by ranks ms" in row for row in products) == 2 * len(spinning.LINEARS)
     assert numbers(hopper, "spinning")["beside a kernel"] == numbers(hopper, "graph")["graph"] == "needs a GPU"
     assert all(row["error backward"] < 5e-3 for row in numbers(hopper, "swiglu")["variants"])
+    assert all(row["error backward"] < 1e-2 for row in numbers(hopper, "heads")["variants"])
     before, now = (numbers(hopper, name)["steps"] for name in ("share-7b-before", "share-7b"))
     assert before["loss"] == now["loss"], "on a CPU there is no other kernel"
 

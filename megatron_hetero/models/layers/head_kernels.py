@@ -4,7 +4,7 @@ A tile is a group of a token: QUERIES query heads, a key and a value of DIM elem
 and BLOCK are the next powers of two. Import this module only where `platform.compiles_for` holds: it requires Triton.
 """
 
-# pyright: basic, reportMissingImports=false
+# pyright: basic, reportMissingImports=false, reportIndexIssue=false
 from typing import Any
 
 import triton

@@ -46,6 +46,7 @@ from megatron_hetero.models.layers.parts import FORWARD, AttentionPart, Site, To
 from megatron_hetero.models.layers.recompute import Recompute
 from megatron_hetero.models.layers.rotary import MultimodalRotary
 from megatron_hetero.models.shapes import ModelShapes
+from tests.support import head_passes
 from tests.support.ranks import on_ranks
 from tests.unit.models.packs import assign
 
@@ -171,6 +172,20 @@ def test_as_the_compiler_gets_it() -> None:
         for layout in ("tp:2", "sp:2", "cp:2"):
             compare(layout, 2, compile_layers=True)
             compare(layout, 1, compile_layers=True, recompute=Recompute("selective"))
+
+
+@on_ranks(2)
+def test_as_on_a_gpu() -> None:
+    """With heads normed and rotated in one pass, for which the projection is saved, with gates and values."""
+    with pytest.MonkeyPatch.context() as patch:
+        for file in (attention, rotary):
+            patch.setattr(file, "in_one_pass", lambda x, table: table.shape[1] > 1)
+        patch.setattr(rotary, "run", lambda function, *inputs: function(*inputs))
+        patch.setattr(rotary, "_kernels", lambda: head_passes)
+        for layout in ("tp:2", "sp:2", "cp:2"):
+            for how in ("none", "selective"):
+                compare(layout, 2, recompute=Recompute(how))
+                compare(layout, 1, recompute=Recompute(how), biased=True)
 
 
 def test_one_tensor_of_queries_with_gates_keys_and_values() -> None:

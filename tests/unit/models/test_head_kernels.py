@@ -59,7 +59,7 @@ def test_kernels_for_hopper(backward: bool, queries: int, dim: int, width: int) 
     kernel: Any = head_kernels.heads_backward if backward else head_kernels.heads_forward
     norm = NormWeights(torch.empty(dim), None, 1e-6)
     mixed, table = torch.empty(1, 1, 1, (queries + 2) * dim), torch.empty(2, 1, width)
-    _, sizes = head_kernels.arguments(mixed, *table, dim, norm, norm)
+    _, sizes = head_kernels.arguments(mixed, table[0], table[1], dim, norm, norm)
     warps = sizes.pop("num_warps")
     numbers = dict.fromkeys(("row_stride", "group_stride", "rows", "groups"), "i32")
     constants = sizes | {"eps": 1e-6, "offset": 0}
