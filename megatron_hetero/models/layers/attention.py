@@ -41,7 +41,7 @@ from megatron_hetero.models.layers.compiled import NormWeights, gated, run
 from megatron_hetero.models.layers.dropout import TokenIds
 from megatron_hetero.models.layers.kernels import HALF, Kernel, kernel_for
 from megatron_hetero.models.layers.low_rank import adapted
-from megatron_hetero.models.layers.norms import Norm
+from megatron_hetero.models.layers.norms import Norm, RMSNorm
 from megatron_hetero.models.layers.overlapped import ahead_of, gather_ahead
 from megatron_hetero.models.layers.parts import AttentionPart, Operations, Site, Tokens, kinds, named
 from megatron_hetero.models.layers.recompute import not_saving, recompute
@@ -309,7 +309,6 @@ class PackedSelfAttention(TokenMixer):
         rows = queries + 2 * keys + kv_heads * self.gates
         self.linear_proj: Any = site.row_linear(queries, part.hidden, bias=part.out_bias, leaves_bias=True, name="proj")
         self.linear_qkv: Any = site.column_linear(part.hidden, rows, bias=part.qkv_bias, name="qkv")
-        self.rms_heads = part.head_norm is not None and part.head_norm.rms
         # Each tp rank normalises only local heads, so gradients are summed over tp even if activations are not split.
         self.q_layernorm, self.k_layernorm = (
             None if part.head_norm is None else site.mark(part.head_norm.build(site, number), split=site.tp > 1)
@@ -331,10 +330,9 @@ class PackedSelfAttention(TokenMixer):
 
     def _padded(self, out: Tensor, gate: Tensor | None, padding: int) -> Tensor:
         """Gate and pad the result of attention; see `TokenMixer._padded`."""
-        # With padding or a gate, the input of the output projection is a copy of what attention saves. A gate that is a
-        # view belongs to a projection that is saved for norms.
-        again = self.selective and (padding > 0 or gate is not None)
-        again = again or (gate is not None and not gate.is_contiguous())
+        # With padding, the input of the output projection is a copy of what attention saves. A gate costs little to
+        # apply again, and its results are as large as its inputs, which are saved anyway.
+        again = gate is not None or (self.selective and padding > 0)
         inputs = (out,) if gate is None else (out, gate)
         return _computed(partial(self._output, padding), *inputs, again=again)
 
@@ -373,7 +371,7 @@ class PackedSelfAttention(TokenMixer):
 
     def _norms_in_one_pass(self, mixed: Tensor, table_2nD: Tensor) -> bool:
         """Return whether heads are normed and rotated in one pass, which saves the projection `mixed`."""
-        return self.rms_heads and in_one_pass(mixed, table_2nD)
+        return isinstance(self.q_layernorm, RMSNorm) and in_one_pass(mixed, table_2nD)
 
     def _members(self, groups: int) -> int:
         """Return the number of ranks over which heads are scattered; 1 for windows or if heads must be repeated."""

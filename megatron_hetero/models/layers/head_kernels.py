@@ -1,7 +1,7 @@
 """Norms and rotary embedding of heads on GPUs, in one Triton kernel each way, which computes in fp32.
 
 A tile is a group of a token: QUERIES query heads, a key and a value of DIM elements, of which WIDTH are rotated. HEADS
-and BLOCK are the next powers of two. Import this module only where `platform.compiles_for` holds: it requires Triton.
+is a power of two from QUERIES + 2 on, BLOCK from DIM on. Import this module only where `platform.compiles_for` holds.
 """
 
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
@@ -52,13 +52,13 @@ def heads_forward(
     tl.store(k + row * DIM + at + 0 * head, out, mask=inside & (head == QUERIES))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def heads_backward(
     mixed, cosines, sines, q_weight, k_weight, row_stride, group_stride, eps, offset,
     grad_q, grad_k, grad_v, grad, sums, rows, groups,
     QUERIES: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write `grad` [n, G, QUERIES + 2, DIM] of `mixed`, and this program's share of the gradients of both weights,
+    """Write `grad` [n, G, QUERIES + 2, DIM] of `mixed`, and a program's partial sums of the gradients of both weights,
     `sums` [programs, 2, DIM]. `rows`: n * G.
     """
     head, at = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
@@ -74,8 +74,8 @@ def heads_backward(
         g = tl.load(q + at, mask=is_query, other=0) + tl.load(k + at, mask=is_key, other=0)
         g = (g + tl.load(v + at, mask=inside & (head > QUERIES), other=0)).to(tl.float32)
         y = tl.load(q + other, mask=is_query, other=0) + tl.load(k + other, mask=is_key, other=0)
-        x = tl.load(mixed + token * row_stride + row % groups * group_stride + head * DIM + at, mask=inside, other=0)
-        x = x.to(tl.float32)
+        heads = mixed + token * row_stride + row % groups * group_stride + head * DIM
+        x = tl.load(heads + at, mask=inside & (head <= QUERIES), other=0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / DIM + eps)
         cosine = tl.load(cosines + token * WIDTH + at, mask=at < WIDTH, other=1)
         unit, turned = x * scale, g * cosine + y.to(tl.float32) * _sines(sines, token, other, WIDTH)
@@ -114,6 +114,7 @@ def arguments(
     mixed: Tensor, cosines: Tensor, sines: Tensor, dim: int, q_norm: NormWeights, k_norm: NormWeights
 ) -> tuple[tuple[Any, ...], dict[str, int]]:
     """Return the first arguments of both kernels, their constants, and how many warps run a program."""
+    assert q_norm[1:] == k_norm[1:] and q_norm.bias is None, "root-mean-square norms that differ only in weights"
     weights, strides = (q_norm.weight, k_norm.weight), (mixed.stride(0), mixed.stride(-2))
     queries, width = mixed.shape[-1] // dim - 2, cosines.shape[1]
     heads, block = triton.next_power_of_2(queries + 2), triton.next_power_of_2(dim)

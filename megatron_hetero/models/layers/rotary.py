@@ -176,7 +176,7 @@ def _stored_views(table_2nD: Any) -> dict[Any, Any]:
 
 
 def in_one_pass(x: Tensor, table_2nD: Tensor) -> bool:
-    """Return whether to use compiled functions, which are not worthwhile for fewer than two tokens."""
+    """Return whether to use kernels for whole passes, which are not worthwhile for fewer than two tokens."""
     return compiles_for(x) and table_2nD.shape[1] > 1
 
 
@@ -221,8 +221,8 @@ class _RotatedHeads(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         table_2nD, *saved = ctx.saved_tensors
-        of_weights = saved[1:]  # On `meta` all that counts is shapes, and norms do not change any.
-        if saved and not saved[0].is_meta:
+        of_weights = list(map(torch.empty_like, saved[1:]))
+        if saved and not saved[0].is_meta:  # On `meta` only shapes count, and norms change none.
             norms = (norm._replace(weight=weight) for norm, weight in zip(ctx.norms, saved[1:], strict=True))
             out, *of_weights = _kernels().backward(*grads, saved[0], *unbound(table_2nD), ctx.dim, *norms)
             out = out.view(ctx.shape)

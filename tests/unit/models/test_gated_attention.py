@@ -167,7 +167,7 @@ def test_four_ranks_with_copies_of_keys(layout: str, kv_heads: int) -> None:
 @on_ranks(2)
 def test_as_the_compiler_gets_it() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for file in (attention, layer, rotary):
+        for file in (attention, layer):
             patch.setattr(file, "run", lambda function, *inputs: function(*inputs))
         for layout in ("tp:2", "sp:2", "cp:2"):
             compare(layout, 2, compile_layers=True)
@@ -180,11 +180,12 @@ def test_as_on_a_gpu() -> None:
     with pytest.MonkeyPatch.context() as patch:
         for file in (attention, rotary):
             patch.setattr(file, "in_one_pass", lambda x, table: table.shape[1] > 1)
-        patch.setattr(rotary, "run", lambda function, *inputs: function(*inputs))
+        for file in (attention, layer, rotary):
+            patch.setattr(file, "run", lambda function, *inputs: function(*inputs))
         patch.setattr(rotary, "_kernels", lambda: head_passes)
         for layout in ("tp:2", "sp:2", "cp:2"):
             for how in ("none", "selective"):
-                compare(layout, 2, recompute=Recompute(how))
+                compare(layout, 2, recompute=Recompute(how), compile_layers=True)
                 compare(layout, 1, recompute=Recompute(how), biased=True)
 
 

@@ -100,6 +100,10 @@ def test_heads_are_rotated_in_one_pass_as_in_several(padding: int, groups: int, 
     assert all(out.is_contiguous() for out in made), "as kernels of attention want them"
 
 
+def address_of(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
 @pytest.fixture
 def of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads are computed in one pass, without a compiler, and normed without Triton."""
@@ -112,14 +116,22 @@ def of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("width, tokens", [(8, 9), (4, 9), (8, 7)])
 @pytest.mark.usefixtures("of_gpus")
 def test_normed_heads(tokens: int, width: int, members: int) -> None:
-    """As norms and rotations one after the other, with the gradients of the projection and of the weights."""
-    dim, norms = 8, [norm_of(RMSNorm, 8, torch.float32, offset) for offset in (0, 1)]
+    """As norms and rotations one after the other, with the gradients of the projection and of the weights. Values are a
+    view of the projection, which is saved.
+    """
+    dim, norms = 8, [norm_of(RMSNorm, 8, torch.float32, 1) for _ in "qk"]
     mixed, table = torch.randn(9, 1, 2, 5 * dim), torch.randn(2, tokens, width)
 
     def in_one_pass(mixed: Tensor) -> Tensor:
         weights = [NormWeights.of(norm) for norm in norms]
-        outs = rotated_heads(mixed, table, dim, members=members, norms=weights)
-        assert all(out.shape[:2] == (tokens, members) for out in outs) or members == 1
+        saved = list[Tensor]()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            outs = rotated_heads(mixed, table, dim, members=members, norms=weights)
+        assert [out.shape for out in outs] == [
+            (tokens, heads, dim) if members == 1 else (tokens, members, heads // members, dim) for heads in (6, 2, 2)
+        ]
+        assert {address_of(x) for x in saved} == set(map(address_of, (mixed, table, *(norm.weight for norm in norms))))
+        assert address_of(outs[2]) == address_of(mixed)
         return torch.cat([x.flatten(1, -2) for x in outs], dim=1)
 
     def one_by_one(mixed: Tensor) -> Tensor:
