@@ -189,6 +189,20 @@ def test_as_on_a_gpu() -> None:
                 compare(layout, 1, recompute=Recompute(how), biased=True)
 
 
+@on_ranks(1)
+def test_saved_projections_may_be_laid_out_in_another_way() -> None:
+    """As after hooks that copy what is saved, of which gates and values are views."""
+    with pytest.MonkeyPatch.context() as patch:
+        for file in (attention, rotary):
+            patch.setattr(file, "in_one_pass", lambda x, table: table.shape[1] > 1)
+        patch.setattr(rotary, "_kernels", lambda: head_passes)
+        for how in ("none", "selective"):
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda x: x.clone(memory_format=torch.contiguous_format), lambda x: x
+            ):
+                compare("dp:1", 2, recompute=Recompute(how))
+
+
 def test_one_tensor_of_queries_with_gates_keys_and_values() -> None:
     """A folder may store them as one: the shares are those of three tensors, one below the other."""
     one, three = gated_attention(2, ("qkv", "o_proj")), gated_attention(2)
