@@ -350,9 +350,7 @@ class PackedSelfAttention(TokenMixer):
         # Without norms of heads, recomputation saves nothing: q, k and v together are as large as the projection.
         again = self.selective and self.q_layernorm is not None
         q, k, v = _computed(partial(self._heads, table_2nD), mixed, again=again)
-        # Values that are a view of the projection are saved with it.
-        made = (x for x in (q, k, v) if x.untyped_storage()._cdata != mixed.untyped_storage()._cdata)
-        with not_saving(*made):
+        with not_saving(q, k, v):
             if self.windowed:
                 return self._attend(q, k, v, params.windows)
             return attend_across(self._attend, q, k, v, params, self.sp_group, self.context_group)

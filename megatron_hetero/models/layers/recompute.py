@@ -85,7 +85,7 @@ def ahead(output: Tensor) -> Callable[[], None]:
 
 def not_saving(*outputs: Tensor) -> contextlib.AbstractContextManager[object]:
     """Return a context in which autograd does not save `outputs` that come from `recompute`, or views of these. Other
-    tensors pass to outer hooks.
+    tensors, and outputs that are views of saved inputs, pass to outer hooks.
     """
     nodes = {x.untyped_storage()._cdata: (x.grad_fn, i) for i, x in enumerate(outputs) if hasattr(x.grad_fn, "again")}
     if not nodes:
@@ -93,8 +93,9 @@ def not_saving(*outputs: Tensor) -> contextlib.AbstractContextManager[object]:
     outer = Hooks.current()
 
     def pack(x: Tensor) -> Any:
-        node = nodes.get(x.untyped_storage()._cdata)
-        return outer.pack(x) if node is None else _View(*node, x)
+        storage = x.untyped_storage()._cdata
+        node: Any = nodes.get(storage)
+        return outer.pack(x) if node is None or storage in node[0].storages else _View(node[0], node[1], x)
 
     return saved_tensors_hooks(pack, lambda saved: saved.tensor() if isinstance(saved, _View) else outer.unpack(saved))
 
@@ -133,13 +134,14 @@ class _View:
 
 
 class _Recomputed(torch.autograd.Function):
-    """Autograd function of `recompute`. `ctx.again`: detached inputs and recomputed outputs with their graph, from the
-    first use of an output in the backward pass until the backward pass of this node.
+    """Autograd function of `recompute`. `ctx.storages`: those of inputs. `ctx.again`: detached inputs and recomputed
+    outputs with their graph, from the first use of an output in the backward pass until the backward pass of this node.
     """
 
     @staticmethod
     def forward(ctx: Any, function: Function, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         ctx.function, ctx.again = function, None
+        ctx.storages = {x.untyped_storage()._cdata for x in inputs}
         ctx.save_for_backward(*inputs)
         return function(*inputs)
 
