@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from megatron_hetero.models.layers import rotary
 from megatron_hetero.models.layers.compiled import NormWeights
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def normed_and_rotated(mixed: Tensor, table_2nD: Any, dim: int, *norms: NormWeights) -> tuple[Tensor, ...]:
@@ -45,3 +51,11 @@ def heads_normed_back(
 
 
 forward, backward = heads_normed, heads_normed_back
+
+
+def replace_kernels(patch: pytest.MonkeyPatch, *others: ModuleType) -> None:
+    """Let `rotary`, and `others` that ask it, compute heads in one pass as on a GPU, without a compiler or Triton."""
+    for module in (rotary, *others):
+        patch.setattr(module, "in_one_pass", lambda x, table: table.shape[1] > 1)
+        patch.setattr(module, "run", lambda function, *inputs: function(*inputs))
+    patch.setattr(rotary, "_kernels", lambda: sys.modules[__name__])

@@ -10,9 +10,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
+import json
+import os
 import re
 import runpy
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -43,6 +46,22 @@ class Built(NamedTuple):
     registers: int
     stack: int
     shared: int
+
+
+@pytest.fixture
+def triton_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Triton compiles into a folder of its own."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # The default, about which Triton 3.9 warns.
+
+
+def errors_by_the_interpreter(module: str) -> dict[str, float]:
+    """What `python -m module` prints of its errors, where Triton interprets."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    root = Path(__file__).parents[3]
+    found = subprocess.run([sys.executable, "-m", module], env=environment, cwd=root, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    return json.loads(found.stdout)
 
 
 def built(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> Built:

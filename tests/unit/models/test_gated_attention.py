@@ -36,7 +36,7 @@ from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.modules import resolve
 from megatron_hetero.layout.pipeline import cut_stages
 from megatron_hetero.models.families.qwen3_vl.shapes import TextShape, VisionShape
-from megatron_hetero.models.layers import attention, layer, rotary
+from megatron_hetero.models.layers import attention, layer
 from megatron_hetero.models.layers.attention import SelfAttention
 from megatron_hetero.models.layers.backend import TORCH
 from megatron_hetero.models.layers.kernels import torch_flash
@@ -178,11 +178,8 @@ def test_as_the_compiler_gets_it() -> None:
 def test_as_on_a_gpu() -> None:
     """With heads normed and rotated in one pass, for which the projection is saved, with gates and values."""
     with pytest.MonkeyPatch.context() as patch:
-        for file in (attention, rotary):
-            patch.setattr(file, "in_one_pass", lambda x, table: table.shape[1] > 1)
-        for file in (attention, layer, rotary):
-            patch.setattr(file, "run", lambda function, *inputs: function(*inputs))
-        patch.setattr(rotary, "_kernels", lambda: head_passes)
+        head_passes.replace_kernels(patch, attention)
+        patch.setattr(layer, "run", lambda function, *inputs: function(*inputs))
         for layout in ("tp:2", "sp:2", "cp:2"):
             for how in ("none", "selective"):
                 compare(layout, 2, recompute=Recompute(how), compile_layers=True)
@@ -193,9 +190,7 @@ def test_as_on_a_gpu() -> None:
 def test_saved_projections_may_be_laid_out_in_another_way() -> None:
     """As after hooks that copy what is saved, of which gates and values are views."""
     with pytest.MonkeyPatch.context() as patch:
-        for file in (attention, rotary):
-            patch.setattr(file, "in_one_pass", lambda x, table: table.shape[1] > 1)
-        patch.setattr(rotary, "_kernels", lambda: head_passes)
+        head_passes.replace_kernels(patch, attention)
         for how in ("none", "selective"):
             with torch.autograd.graph.saved_tensors_hooks(
                 lambda x: x.clone(memory_format=torch.contiguous_format), lambda x: x

@@ -4,38 +4,23 @@ Hopper.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_hetero.models.layers.compiled import NormWeights
-from tests.unit.models.hopper import built, needs_triton
+from tests.unit.models.hopper import built, errors_by_the_interpreter, needs_triton, triton_of_its_own
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.usefixtures(triton_of_its_own.__name__)]
 HEADS = {"30B-A3B": (8, 128, 128), "8B": (4, 128, 128), "235B-A22B": (16, 128, 128), "Qwen3.5-9B": (4, 256, 64)}
 """Query heads of a group, elements of a head, and how many are rotated."""
 RESULTS = 150
 
 
-@pytest.fixture(autouse=True)
-def of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # The default, about which Triton 3.9 warns.
-
-
 def test_values_by_the_interpreter() -> None:
     """All results are exact up to one rounding."""
-    run = [sys.executable, "-m", "tests.unit.models.head_values"]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    found = subprocess.run(run, env=environment, cwd=Path(__file__).parents[3], capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    errors = json.loads(found.stdout)
+    errors = errors_by_the_interpreter("tests.unit.models.head_values")
     assert len(errors) == RESULTS and max(errors.values()) <= 1, errors
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRMSNorm, rotate_half
 
+from megatron_hetero.estimate.allocations import address_of
 from megatron_hetero.models.layers import mlp, rotary
 from megatron_hetero.models.layers.compiled import NormWeights
 from megatron_hetero.models.layers.linear import gradient_of_weight
@@ -100,25 +101,13 @@ def test_heads_are_rotated_in_one_pass_as_in_several(padding: int, groups: int, 
     assert all(out.is_contiguous() for out in made), "as kernels of attention want them"
 
 
-def address_of(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
-
-
-@pytest.fixture
-def of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads are computed in one pass, without a compiler, and normed without Triton."""
-    monkeypatch.setattr(rotary, "in_one_pass", lambda x, table: table.shape[1] > 1)
-    monkeypatch.setattr(rotary, "run", lambda function, *inputs: function(*inputs))
-    monkeypatch.setattr(rotary, "_kernels", lambda: head_passes)
-
-
 @pytest.mark.parametrize("members", [1, 2])
 @pytest.mark.parametrize("width, tokens", [(8, 9), (4, 9), (8, 7)])
-@pytest.mark.usefixtures("of_gpus")
-def test_normed_heads(tokens: int, width: int, members: int) -> None:
+def test_normed_heads(tokens: int, width: int, members: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As norms and rotations one after the other, with the gradients of the projection and of the weights. Values are a
     view of the projection, which is saved.
     """
+    head_passes.replace_kernels(monkeypatch)
     dim, norms = 8, [norm_of(RMSNorm, 8, torch.float32, 1) for _ in "qk"]
     mixed, table = torch.randn(9, 1, 2, 5 * dim), torch.randn(2, tokens, width)
 

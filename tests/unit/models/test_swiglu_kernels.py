@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.unit.models.hopper import Built, built, needs_triton
+from tests.unit.models.hopper import Built, built, errors_by_the_interpreter, needs_triton, triton_of_its_own
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.usefixtures(triton_of_its_own.__name__)]
 WIDTHS = {"7B tp:4": 4736, "32B tp:8": 3456, "an expert of 30B-A3B": 768, "an expert of 235B-A22B": 1536}
 ENCODER = 3420
 """Of Qwen2.5-VL, not a multiple of 8: rows begin at multiples of 8 bytes."""
 
 
-@pytest.fixture(autouse=True)
-def of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # The default, about which Triton 3.9 warns.
-
-
 def test_values_by_the_interpreter() -> None:
     """All results are exact up to one rounding."""
-    run = [sys.executable, "-m", "tests.unit.models.swiglu_values"]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    found = subprocess.run(run, env=environment, cwd=Path(__file__).parents[3], capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    errors = json.loads(found.stdout)
+    errors = errors_by_the_interpreter("tests.unit.models.swiglu_values")
     assert len(errors) == 51 and max(errors.values()) <= 1, errors
 
 
